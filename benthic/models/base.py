@@ -1,0 +1,60 @@
+"""What every model family shares: the tensors of one step, and how a layer finds what earlier steps stored.
+
+T rows in the step, C chunks, H heads, dh head width, di index width, G groups that close in the step.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step, chunks one after another. Built by `engine/batch.py`; a training row set has the same form."""
+
+    ids: Tensor  # [T] int64 token ids
+    positions: Tensor  # [T] int64 absolute positions
+    history: Tensor  # [T, n] int64: column i is the id at position p-1-i, -1 before the start
+    images: Tensor | None  # [T] bool, every position of an image span; None: no image in the step
+    embeds: Tensor | None  # [T, D] rows for image positions; None: no image in the step
+    starts: tuple[int, ...]  # C + 1 offsets: chunk c is rows starts[c] .. starts[c+1] - 1
+    firsts: tuple[int, ...]  # C absolute positions of the first row of each chunk
+    slots: tuple[int, ...]  # C state slots
+    tables: tuple[tuple[int, ...], ...]  # C block tables
+    logit_rows: Tensor  # [R] int64 rows whose logits are wanted
+
+
+class Selection(NamedTuple):
+    """Entries chosen by an indexer, handed down to the layers that reuse them. The memory decides the form."""
+
+    entries: Tensor  # [T, K] which compressed entries each row attends to, -1 padded; or a training form
+    candidates: Tensor | None  # [T, B] blocks the later indexers may choose from
+
+
+class LayerMemory(Protocol):
+    """One layer's stored state, read and written by this step's rows."""
+
+    def group_positions(self) -> Tensor:
+        """[G] int64, position of the first token of every group that closes in this step (ratio 1: each row)."""
+        ...
+
+    def close_groups(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows [T, dh] f32 in; the rows of groups that close, [G, r, dh] each, out. Open rows are carried over."""
+        ...
+
+    def append(self, latent: Tensor, key: Tensor) -> None:
+        """Store compressed KV [G, dh] and index keys [G, di] of the groups that close; quantises as it stores."""
+        ...
+
+    def select(self, q: Tensor, weights: Tensor, shared: Selection | None) -> Selection:
+        """Score q [T, Hi, di], weights [T, Hi] against this layer's index keys and choose entries."""
+        ...
+
+    def attend(self, q: Tensor, kw: Tensor, selection: Selection | None, sink: Tensor) -> Tensor:
+        """q [T, H, dh] over the window (kw [T, dh] are this step's rows, stored here) and selected entries."""
+        ...
+
+
+class Memory(Protocol):
+    def layer(self, index: int) -> LayerMemory: ...
