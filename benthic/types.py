@@ -14,6 +14,7 @@ class Numerics:
     wide           activations are float32 instead of bfloat16
     quantise_wo_a  the grouped output projection also reads FP8 activations
     round_probs    unnormalised attention probabilities are rounded to bfloat16 before the value product
+    round_hidden   an expert's activated product is rounded to bfloat16 before it goes onto the FP8 grid
     round_scores   index scores are rounded to bfloat16 after the dot, after the weight and after the head sum
     """
 
@@ -22,17 +23,15 @@ class Numerics:
     wide: bool
     quantise_wo_a: bool
     round_probs: bool
+    round_hidden: bool
     round_scores: bool
 
 
+#                                    quantise wide   wo_a   probs  hidden scores
 NUMERICS = {
-    "reference": Numerics(
-        "reference", quantise=True, wide=False, quantise_wo_a=False, round_probs=True, round_scores=True
-    ),
-    "production": Numerics(
-        "production", quantise=True, wide=False, quantise_wo_a=True, round_probs=False, round_scores=False
-    ),
-    "float": Numerics("float", quantise=False, wide=True, quantise_wo_a=False, round_probs=False, round_scores=False),
+    "reference": Numerics("reference", True, False, False, True, True, True),
+    "production": Numerics("production", True, False, True, False, False, False),
+    "float": Numerics("float", False, True, False, False, False, False),
 }
 
 

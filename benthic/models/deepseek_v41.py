@@ -1,0 +1,388 @@
+"""DeepSeek-V4.1-Flash, text backbone. Source: model specification, sections 2.1 to 2.9 and 2.12; tensor names, section 5.
+
+T rows in the step, S residual streams, D hidden width, H heads, dh head width, Rq query rank, G groups that close in
+the step, Hi and di index heads and width, E experts, I expert width, K experts per token, V vocabulary.
+
+Which layer owns compressed KV, index keys or a selection is `layer_plan` of `deepseek_v41_config.py`; how a layer finds
+what earlier steps stored is its `LayerMemory`. Nothing here knows about blocks, slots or chunks.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from benthic.kernels import compress, engram, gemm, hyper, moe_experts, moe_gate, quant, rope, swiglu
+from benthic.models.base import Batch, LayerMemory, Memory, Selection
+from benthic.models.deepseek_v41_config import LayerPlan, ModelConfig, TextConfig, engram_tables, layer_plan
+from benthic.models.modules import (
+    Embedding,
+    Linear,
+    PackedTable,
+    RMSNorm,
+    TensorSource,
+    activation_dtype,
+    fp8_grid,
+    parameter,
+    read_weight,
+)
+from benthic.types import Numerics
+
+
+class Output(NamedTuple):
+    hidden: Tensor  # [T, D], before the head
+    taps: tuple[Tensor, ...]  # the drafter's inputs, [T, D] each: streams averaged at the entry of its target layers
+
+
+# ---- rotary positions ------------------------------------------------------------------------------------------------
+
+
+def rope_for(config: TextConfig, ratio: int) -> Tensor:
+    """Rotation frequencies of a layer, f32 [dr/2]. Layers with compressed KV use their own base and YaRN. 2.4."""
+    if ratio == 0:
+        return rope.rope_frequencies(config.qk_rope_head_dim, config.rope_theta)
+    scaling = config.rope_scaling
+    yarn = (scaling.factor, scaling.beta_fast, scaling.beta_slow, scaling.original_max_position_embeddings)
+    return rope.rope_frequencies(config.qk_rope_head_dim, config.compress_rope_theta, yarn)
+
+
+# ---- residual streams ------------------------------------------------------------------------------------------------
+
+
+class HyperConnection(nn.Module):
+    """Learned read, write and exchange of the residual streams around one sublayer. 2.2."""
+
+    def __init__(self, config: TextConfig):
+        super().__init__()
+        streams = config.hc_mult
+        mixes = (2 + streams) * streams
+        self.fn = parameter(mixes, streams * config.hidden_size)
+        self.base = parameter(mixes)
+        self.scale = parameter(3)
+        self.eps, self.hc_eps, self.iterations = config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters
+
+    def forward(self, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """s [T, S, D] -> how to read [T, S], how to write [T, S], how streams exchange [T, S, S]; all f32."""
+        return hyper.hyper_mixes(s, self.fn, self.scale, self.base, self.eps, self.hc_eps, self.iterations)
+
+    def load(self, source: TensorSource, name: str) -> None:
+        for part in ("fn", "base", "scale"):
+            getattr(self, part).data.copy_(source.tensor(f"{name}_{part}"))
+
+
+# ---- n-gram memory ---------------------------------------------------------------------------------------------------
+
+
+class Engram(nn.Module):
+    """Hashed recent tokens -> table rows -> gated addition to every stream. 2.9."""
+
+    def __init__(self, config: ModelConfig, index: int, numerics: Numerics):
+        super().__init__()
+        text = config.text
+        tables = engram_tables(text)[index]
+        self.numerics, self.eps = numerics, text.rms_norm_eps
+        self.streams, self.width = text.hc_mult, text.hidden_size
+        rows_per_token = (text.engram_max_ngram_size - 1) * text.engram_n_heads
+        self.embed = PackedTable(tables.rows, text.engram_head_dim, numerics)
+        self.wkv = Linear(rows_per_token * text.engram_head_dim, (self.streams + 1) * self.width, "fp8", numerics)
+        self.q_weight = parameter(self.streams, self.width)
+        self.k_weight = parameter(self.streams, self.width)
+        self.register_buffer("multipliers", torch.tensor(tables.multipliers, dtype=torch.int64), persistent=False)
+        self.register_buffer("primes", torch.tensor(tables.primes, dtype=torch.int64), persistent=False)
+        self.register_buffer("offsets", torch.tensor(tables.offsets, dtype=torch.int64), persistent=False)
+
+    def forward(self, s: Tensor, ngrams: Tensor, images: Tensor | None) -> Tensor:
+        """s [T, S, D]; ngrams [T, n] compressed ids, newest first -> [T, S, D]."""
+        rows = engram.ngram_rows(ngrams, self.multipliers, self.primes, self.offsets)  # [T, (n-1) heads]
+        e = self.embed(rows).flatten(1)  # [T, (n-1) heads width]
+        keys, value = self.wkv(fp8_grid(e, self.numerics)).split([self.streams * self.width, self.width], dim=-1)
+        keys = keys.unflatten(-1, (self.streams, self.width))  # [T, S, D]
+        return engram.engram_gate(s, keys, value, self.q_weight * self.k_weight, self.eps, images)
+
+    def load(self, source: TensorSource, name: str) -> None:
+        self.embed.load(source, f"{name}.embed")
+        self.wkv.load(source, f"{name}.wkv")
+        self.q_weight.data.copy_(source.tensor(f"{name}.q_weight"))
+        self.k_weight.data.copy_(source.tensor(f"{name}.k_weight"))
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+class Compressor(nn.Module):
+    """One latent per `ratio` tokens, from the unquantised attention input. 2.6."""
+
+    def __init__(self, config: TextConfig, ratio: int, numerics: Numerics):
+        super().__init__()
+        self.ratio = ratio
+        pooled = ratio > 1
+        self.wkv = Linear(config.hidden_size, config.head_dim, "bf16", numerics, wide=pooled)
+        self.wgate = Linear(config.hidden_size, config.head_dim, "bf16", numerics, wide=True) if pooled else None
+        self.norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def forward(self, h: Tensor, kv: LayerMemory) -> Tensor:
+        """h [T, D] -> [G, dh], one normed, unrotated latent for every group that closes in this step."""
+        if self.wgate is None:
+            return self.norm(self.wkv(h))
+        a, b = kv.close_groups(self.wkv(h), self.wgate(h))  # [G, r, dh] f32 each
+        return self.norm(compress.pool_groups(a, b).to(h.dtype))
+
+    def load(self, source: TensorSource, name: str) -> None:
+        self.wkv.load(source, f"{name}.wkv")
+        if self.wgate is not None:
+            self.wgate.load(source, f"{name}.wgate")
+        self.norm.load(source, f"{name}.norm")
+
+
+class Indexer(nn.Module):
+    """Scores compressed entries for each query and chooses which ones attention reads. 2.7, 2.8."""
+
+    def __init__(self, config: TextConfig, plan: LayerPlan, numerics: Numerics):
+        super().__init__()
+        self.numerics = numerics
+        self.heads, self.width = config.index_n_heads, config.index_head_dim
+        self.wq_b = Linear(config.q_lora_rank, self.heads * self.width, "fp8", numerics)
+        self.weights_proj = Linear(config.hidden_size, self.heads, "bf16", numerics)
+        self.owns_keys = plan.keys_from == plan.index
+        if self.owns_keys:
+            self.wk = Linear(config.head_dim, self.width, "bf16", numerics)
+            self.k_norm = RMSNorm(self.width, config.rms_norm_eps)
+
+    def key(self, latent: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
+        """latent [G, dh] -> [G, di], rotated at the position of the group's first token."""
+        return rope.rotate(self.k_norm(self.wk(latent)), positions, freqs)
+
+    def query(self, h: Tensor, qa8: Tensor, positions: Tensor, freqs: Tensor) -> tuple[Tensor, Tensor]:
+        """h [T, D], qa8 [T, Rq] -> queries [T, Hi, di] on the FP4 grid, head weights [T, Hi]."""
+        q = rope.rotate(self.wq_b(qa8).unflatten(-1, (self.heads, self.width)), positions, freqs)
+        q = quant.roundtrip_mxfp4(q) if self.numerics.quantise else q
+        return q, self.weights_proj(h) * (self.width**-0.5 * self.heads**-0.5)
+
+    def load(self, source: TensorSource, name: str) -> None:
+        self.wq_b.load(source, f"{name}.wq_b")
+        self.weights_proj.load(source, f"{name}.weights_proj")
+        if self.owns_keys:
+            self.wk.load(source, f"{name}.wk")
+            self.k_norm.load(source, f"{name}.k_norm")
+
+
+class Attention(nn.Module):
+    """Window and selected compressed entries in one softmax with a sink; one latent is both key and value. 2.5."""
+
+    def __init__(self, config: TextConfig, plan: LayerPlan, numerics: Numerics):
+        super().__init__()
+        self.plan, self.numerics = plan, numerics
+        self.heads, self.width, self.groups = config.num_attention_heads, config.head_dim, config.o_groups
+        hidden, rank, inner = config.hidden_size, config.q_lora_rank, config.num_attention_heads * config.head_dim
+        self.wq_a = Linear(hidden, rank, "fp8", numerics)
+        self.q_norm = RMSNorm(rank, config.rms_norm_eps)
+        self.wq_b = Linear(rank, inner, "fp8", numerics)
+        self.wkv = Linear(hidden, config.head_dim, "fp8", numerics)
+        self.kv_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.attn_sink = parameter(self.heads)
+        self.wo_a = Linear(inner // self.groups, self.groups * config.o_lora_rank, "fp8", numerics)
+        self.wo_b = Linear(self.groups * config.o_lora_rank, hidden, "fp8", numerics)
+        self.compressor = Compressor(config, plan.ratio, numerics) if plan.kv_from == plan.index else None
+        self.indexer = Indexer(config, plan, numerics) if plan.topk_from == plan.index else None
+        self.register_buffer("freqs", rope_for(config, plan.ratio), persistent=False)
+
+    def forward(
+        self, h: Tensor, batch: Batch, kv: LayerMemory, shared: Selection | None
+    ) -> tuple[Tensor, Selection | None]:
+        """h [T, D] -> [T, D], and the selection that the following layers reuse."""
+        h8 = fp8_grid(h, self.numerics)
+        qa8 = fp8_grid(self.q_norm(self.wq_a(h8)), self.numerics)  # [T, Rq]
+        q = self.wq_b(qa8).unflatten(-1, (self.heads, self.width))  # [T, H, dh]
+        q = rope.rotate(q, batch.positions, self.freqs)
+        kw = rope.rotate(self.kv_norm(self.wkv(h8)), batch.positions, self.freqs)  # [T, dh]
+        kw = fp8_grid(kw, self.numerics)
+
+        if self.compressor is not None and self.indexer is not None:
+            latent = self.compressor(h, kv)  # [G, dh]
+            at = kv.group_positions()
+            kv.append(rope.rotate(latent, at, self.freqs), self.indexer.key(latent, at, self.freqs))
+        if self.indexer is not None:
+            shared = kv.select(*self.indexer.query(h, qa8, batch.positions, self.freqs), shared)
+
+        o = kv.attend(q, kw, shared if self.plan.ratio else None, self.attn_sink)  # [T, H, dh]
+        o = rope.rotate(o, batch.positions, self.freqs, inverse=True)
+        o = o.reshape(o.shape[0], self.groups, -1)  # [T, groups, H/groups dh]
+        o = fp8_grid(o, self.numerics) if self.numerics.quantise_wo_a else o
+        u = gemm.grouped_linear(o, self.wo_a.weight.unflatten(0, (self.groups, -1)))  # [T, groups, rank]
+        return self.wo_b(fp8_grid(u.flatten(1), self.numerics)), shared
+
+    def load(self, source: TensorSource, name: str) -> None:
+        for part in ("wq_a", "q_norm", "wq_b", "wkv", "kv_norm", "wo_a", "wo_b"):
+            getattr(self, part).load(source, f"{name}.{part}")
+        self.attn_sink.data.copy_(source.tensor(f"{name}.attn_sink"))
+        if self.compressor is not None:
+            self.compressor.load(source, f"{name}.compressor")
+        if self.indexer is not None:
+            self.indexer.load(source, f"{name}.indexer")
+
+
+# ---- mixture of experts ----------------------------------------------------------------------------------------------
+
+
+class MoE(nn.Module):
+    """Routed experts chosen per token and one shared expert. 2.12."""
+
+    def __init__(
+        self, config: TextConfig, num_experts: int, experts_per_token: int, numerics: Numerics, *, images: bool
+    ):
+        super().__init__()
+        hidden, inner = config.hidden_size, config.moe_intermediate_size
+        shared = inner * config.n_shared_experts
+        dtype = activation_dtype(numerics)
+        self.numerics, self.limit, self.experts_per_token = numerics, config.swiglu_limit, experts_per_token
+        self.normalise, self.routed_scale = config.norm_topk_prob, config.routed_scaling_factor
+        self.gate = Linear(hidden, num_experts, "bf16", numerics, wide=True)
+        self.bias = parameter(num_experts)
+        self.bias_vl = parameter(num_experts) if images else None  # used for image tokens; absent without a tower
+        self.w13 = parameter(num_experts, 2 * inner, hidden, dtype=dtype)  # gate rows, then up rows
+        self.w2 = parameter(num_experts, hidden, inner, dtype=dtype)
+        self.shared_w13 = Linear(hidden, 2 * shared, "fp8", numerics)
+        self.shared_w2 = Linear(shared, hidden, "fp8", numerics)
+
+    def forward(self, h: Tensor, images: Tensor | None) -> Tensor:
+        """h [T, D] -> [T, D]."""
+        bias = self.bias
+        if images is not None and self.bias_vl is not None:
+            bias = torch.where(images[:, None], self.bias_vl, self.bias)  # [T, E]
+        ids, weights = moe_gate.route(
+            h, self.gate.weight, bias, self.experts_per_token, self.normalise, self.routed_scale
+        )  # [T, K] each
+        h8 = fp8_grid(h, self.numerics)
+        routed = moe_experts.experts(
+            h8, ids, weights, self.w13, self.w2, self.limit, self.numerics.quantise, self.numerics.round_hidden
+        )  # [T, D] f32
+        return (routed + self.shared(h8).float()).to(h.dtype)
+
+    def shared(self, h8: Tensor) -> Tensor:
+        gate, up = self.shared_w13(h8).chunk(2, dim=-1)
+        y = swiglu.swiglu(gate, up, self.limit, out_dtype=h8.dtype if self.numerics.round_hidden else torch.float32)
+        return self.shared_w2(fp8_grid(y, self.numerics).to(h8.dtype))
+
+    def load(self, source: TensorSource, name: str) -> None:
+        self.gate.load(source, f"{name}.gate")
+        self.bias.data.copy_(source.tensor(f"{name}.gate.bias"))
+        if self.bias_vl is not None:
+            self.bias_vl.data.copy_(source.tensor(f"{name}.gate.bias_vl"))
+        inner = self.w2.shape[2]
+        for e in range(self.w13.shape[0]):
+            self.w13.data[e, :inner] = read_weight(source, f"{name}.experts.{e}.w1", "fp4")
+            self.w13.data[e, inner:] = read_weight(source, f"{name}.experts.{e}.w3", "fp4")
+            self.w2.data[e] = read_weight(source, f"{name}.experts.{e}.w2", "fp4")
+        inner = self.shared_w13.weight.shape[0] // 2
+        self.shared_w13.weight.data[:inner] = read_weight(source, f"{name}.shared_experts.w1", "fp8")
+        self.shared_w13.weight.data[inner:] = read_weight(source, f"{name}.shared_experts.w3", "fp8")
+        self.shared_w2.load(source, f"{name}.shared_experts.w2")
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """Attention and experts on the residual streams; each read of the streams is decided one sublayer earlier. 2.2."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        plan: LayerPlan,
+        num_experts: int,
+        experts_per_token: int,
+        numerics: Numerics,
+    ):
+        super().__init__()
+        text = config.text
+        self.plan = plan
+        self.engram = Engram(config, plan.engram, numerics) if plan.engram is not None else None
+        self.hc_attn = HyperConnection(text)
+        self.attn_norm = RMSNorm(text.hidden_size, text.rms_norm_eps)
+        self.attn = Attention(text, plan, numerics)
+        self.hc_ffn = HyperConnection(text)
+        self.ffn_norm = RMSNorm(text.hidden_size, text.rms_norm_eps)
+        self.ffn = MoE(text, num_experts, experts_per_token, numerics, images=config.vision is not None)
+
+    def recall(self, s: Tensor, ngrams: Tensor, images: Tensor | None) -> Tensor:
+        return s if self.engram is None else self.engram(s, ngrams, images)
+
+    def forward(
+        self, s: Tensor, pre: Tensor, batch: Batch, kv: LayerMemory, shared: Selection | None
+    ) -> tuple[Tensor, Tensor, Selection | None]:
+        """s [T, S, D] the streams; pre [T, S] how this layer's attention reads them, from the sublayer before."""
+        next_pre, post, comb = self.hc_attn(s)
+        h = self.attn_norm(hyper.hyper_collapse(s, pre))  # [T, D]
+        o, shared = self.attn(h, batch, kv, shared)  # [T, D]
+        s, pre = hyper.hyper_expand(o, s, post, comb), next_pre  # [T, S, D], [T, S]
+
+        next_pre, post, comb = self.hc_ffn(s)
+        h = self.ffn_norm(hyper.hyper_collapse(s, pre))  # [T, D]
+        o = self.ffn(h, batch.images)  # [T, D]
+        return hyper.hyper_expand(o, s, post, comb), next_pre, shared
+
+    def load(self, source: TensorSource, name: str) -> None:
+        for part in ("attn_norm", "attn", "ffn_norm", "ffn"):
+            getattr(self, part).load(source, f"{name}.{part}")
+        self.hc_attn.load(source, f"{name}.hc_attn")
+        self.hc_ffn.load(source, f"{name}.hc_ffn")
+        if self.engram is not None:
+            self.engram.load(source, f"{name}.engram")
+
+
+class DeepseekV41(nn.Module):
+    """The text backbone.
+
+    classes  [ids] int64: compressed id of every token id, for the n-gram memory; None: the identity, which fits only
+             when the config's compressed vocabulary is the vocabulary.
+    """
+
+    def __init__(self, config: ModelConfig, numerics: Numerics, classes: Tensor | None = None):
+        super().__init__()
+        text = config.text
+        self.config, self.numerics = config, numerics
+        self.plan = layer_plan(config)
+        self.embed = Embedding(text.vocab_size, text.hidden_size, numerics)
+        self.layers = nn.ModuleList(
+            Layer(config, plan, text.n_routed_experts, text.num_experts_per_tok, numerics) for plan in self.plan
+        )
+        self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps)
+        self.head = Linear(text.hidden_size, text.vocab_size, "bf16", numerics, wide=True)
+        self.register_buffer("classes", torch.arange(text.vocab_size) if classes is None else classes, persistent=False)
+
+    def forward(self, batch: Batch, memory: Memory, *, taps: bool = False) -> Output:
+        text = self.config.text
+        x = self.embed(batch.ids)  # [T, D]
+        if batch.images is not None and batch.embeds is not None:
+            x = torch.where(batch.images[:, None], batch.embeds.to(x.dtype), x)
+        s = x[:, None].expand(-1, text.hc_mult, -1).contiguous()  # [T, S, D]
+        pre = torch.zeros(s.shape[:2], dtype=torch.float32, device=s.device)
+        pre[:, 0] = 1.0  # the first read is the first stream alone
+        ngrams = self.ngrams(batch) if text.engram_layer_ids else batch.history
+        shared: Selection | None = None
+        tapped: list[Tensor] = []
+        for plan, layer in zip(self.plan, self.layers, strict=True):
+            s = layer.recall(s, ngrams, batch.images)  # [T, S, D]
+            if taps and plan.index in text.dspark_target_layer_ids:
+                tapped.append(s.float().mean(dim=1).to(s.dtype))  # [T, D]
+            s, pre, shared = layer(s, pre, batch, memory.layer(plan.index), shared)
+        return Output(hyper.hyper_collapse(s, pre), tuple(tapped))
+
+    def ngrams(self, batch: Batch) -> Tensor:
+        """[T, n] compressed ids at p, p-1, ...; the pad class from the first image token or sequence start on. 2.9."""
+        text = self.config.text
+        ids = torch.cat([batch.ids[:, None], batch.history[:, : text.engram_max_ngram_size - 1]], dim=1)
+        broken = ((ids < 0) | (ids == self.config.image_token_id)).cumsum(dim=1) > 0
+        return torch.where(broken, self.classes[text.engram_pad_token_id], self.classes[ids.clamp(min=0)])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, D] -> f32 [R, V]."""
+        return self.head(self.norm(hidden))
+
+    def load(self, source: TensorSource) -> None:
+        """Fill every parameter from official tensors. 5."""
+        self.embed.load(source, "embed")
+        self.norm.load(source, "norm")
+        self.head.load(source, "head")
+        for plan, layer in zip(self.plan, self.layers, strict=True):
+            layer.load(source, f"layers.{plan.index}")
