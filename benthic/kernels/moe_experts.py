@@ -1,0 +1,83 @@
+"""The routed experts. Source: model specification, sections 2.12 and 6.2.
+
+T rows, k experts a row, E experts, D hidden width, I expert width.
+"""
+
+import torch
+from torch import Tensor
+
+from benthic.errors import ShapeError
+from benthic.kernels import backends, gemm, quant, swiglu
+
+
+def experts_reference(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    limit: float,
+    quantise: bool,
+    round_hidden: bool,
+) -> Tensor:
+    k = ids.shape[1]
+    chosen, order = torch.sort(ids.flatten(), stable=True)  # pairs (row, slot), grouped by expert
+    counts = torch.bincount(chosen, minlength=w13.shape[0]).tolist()
+    rows = x[order // k]  # [T*k, D]
+    pair_weights = weights.flatten()[order]
+    hidden_dtype = x.dtype if round_hidden else torch.float32
+    outputs: list[Tensor] = []
+    start = 0
+    for expert, count in enumerate(counts):
+        if count == 0:
+            continue
+        here = slice(start, start + count)
+        gate, up = gemm.linear(rows[here], w13[expert]).chunk(2, dim=-1)
+        y = swiglu.swiglu(gate, up, limit, pair_weights[here], hidden_dtype)
+        y = quant.roundtrip_fp8(y) if quantise else y
+        outputs.append(gemm.linear(y.to(x.dtype), w2[expert]))
+        start += count
+    if not outputs:
+        return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+    parts = torch.cat(outputs)[back].unflatten(0, (-1, k)).float()  # [T, k, D]
+    total = parts[:, 0]
+    for slot in range(1, k):
+        total = total + parts[:, slot]
+    return total
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    limit: float,
+    quantise: bool,
+    round_hidden: bool = True,
+) -> Tensor:
+    """Sum over each row's experts of w2 @ (swiglu(w13 @ x) * routing weight).
+
+    x             [T, D] bf16 or f32, already on the FP8 grid when `quantise`. T may be 0.
+    ids, weights  [T, k] int64 in 0 .. E-1, and f32.
+    w13           [E, 2*I, D] gate rows, then up rows; w2 [E, D, I]; both in the dtype of x, on their own grids.
+    limit         clamp of the activation; <= 0: none.
+    quantise      the weighted activation goes onto the FP8 grid before w2.
+    round_hidden  it is rounded to the dtype of x before that.
+    returns       [T, D] f32, summed in f32 in the order of the k slots; each expert's output rounded to the dtype of x.
+    Error         one rounding of an expert's output, per slot, against the reference; more only where a value sits on a
+                  boundary of the FP8 grid.
+    Cost          6*T*k*D*I FLOP; reads the weights of every expert that is hit once.
+    Raises        ShapeError.
+    """
+    if x.ndim != 2 or ids.ndim != 2 or ids.shape[0] != x.shape[0] or weights.shape != ids.shape:
+        got = (tuple(x.shape), tuple(ids.shape), tuple(weights.shape))
+        raise ShapeError("experts: x, ids, weights", want="[T, D], [T, k], [T, k]", got=got)
+    width = x.shape[1]
+    if w13.ndim != 3 or w13.shape[1] % 2 or w13.shape[2] != width:
+        raise ShapeError("experts: w13", want=f"[E, 2*I, {width}]", got=tuple(w13.shape))
+    if w2.shape != (w13.shape[0], width, w13.shape[1] // 2):
+        raise ShapeError("experts: w2", want=(w13.shape[0], width, w13.shape[1] // 2), got=tuple(w2.shape))
+    run = backends.pick("experts", x, weights, w13, w2) or experts_reference
+    return run(x, ids, weights, w13, w2, limit, quantise, round_hidden)
