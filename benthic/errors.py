@@ -203,6 +203,15 @@ class MissingConfigKey(CheckpointError):
         super().__init__(f"{path}: {key} is missing, want {want}")
 
 
+class BadConfigJSON(CheckpointError):
+    """A JSON file of the checkpoint that cannot be parsed."""
+
+    code = "bad_config_json"
+
+    def __init__(self, path: object, detail: str):
+        super().__init__(f"{path} is not valid JSON: {detail}")
+
+
 class BadTokenizer(CheckpointError):
     """The tokenizer file is not readable, or lacks a token the prompt format needs."""
 
@@ -418,3 +427,9 @@ class TrainingError(BenthicError):
     """A training run cannot start or go on: data, settings or a saved state that do not fit."""
 
     code = "training_error"
+
+
+class BadImage(RequestError):
+    """An image that cannot be read or placed."""
+
+    code = "bad_image"
