@@ -1,0 +1,54 @@
+# Every target makes .venv when it is missing. PYTHON=python3.12 picks another interpreter for it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+QUICK := not slow and not gpu and not multigpu and not oracles
+
+.PHONY: setup demo check test test-slow test-oracles test-gpu bench docs clean
+
+setup: $(VENV)/.dev
+
+demo: $(VENV)/.runtime  ## from a bare clone to text: installs what serving needs and no more
+	$(BIN)/benthic generate --model minnow --prompt "Once upon a time" --max-tokens 120 --temperature 0
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/python docs/generate.py --check
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -m "$(QUICK)"
+
+test-slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -m "slow and not gpu and not multigpu and not oracles"
+
+test-oracles: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -m oracles
+
+test-gpu: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -m gpu
+
+bench: $(VENV)/.runtime
+	$(BIN)/benthic bench step --model minnow --device cpu --json
+
+docs: $(VENV)/.runtime
+	$(BIN)/python docs/generate.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+# One lock for both: it constrains every version, and each step takes from it only what it needs. The build backend
+# comes from the lock too, so nothing is fetched behind its back.
+$(VENV)/.runtime: pyproject.toml requirements.lock
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Benthic needs Python 3.11 or newer; run make PYTHON=python3.11")'
+	$(PIP) install --constraint requirements.lock hatchling editables
+	$(PIP) install --constraint requirements.lock --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	$(PIP) install --constraint requirements.lock --no-build-isolation --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,82 @@
+"""Every metric, declared once: name, base unit, labels from closed sets, and where it is measured.
+
+They are prometheus-client objects in a registry of their own; `exposition` is what a scraper reads. Names follow the
+ones that users of other engines know, with the prefix `benthic_`.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+REGISTRY = CollectorRegistry(auto_describe=True)
+
+
+class Declared(NamedTuple):
+    """One row of docs/metrics.md."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    help: str
+
+
+DECLARED: list[Declared] = []
+
+
+def counter(name: str, help: str, labels: Sequence[str] = ()) -> Counter:
+    DECLARED.append(Declared(name, "counter", tuple(labels), help))
+    return Counter(name, help, labels, registry=REGISTRY)
+
+
+def gauge(name: str, help: str, labels: Sequence[str] = ()) -> Gauge:
+    DECLARED.append(Declared(name, "gauge", tuple(labels), help))
+    return Gauge(name, help, labels, registry=REGISTRY)
+
+
+def histogram(name: str, help: str, buckets: Sequence[float], labels: Sequence[str] = ()) -> Histogram:
+    DECLARED.append(Declared(name, "histogram", tuple(labels), help))
+    return Histogram(name, help, labels, buckets=buckets, registry=REGISTRY)
+
+
+SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
+
+REQUESTS_WAITING = gauge("benthic_num_requests_waiting", "requests in the queue, after a step is planned")
+REQUESTS_RUNNING = gauge("benthic_num_requests_running", "requests that hold a state slot, after a step is planned")
+KV_BLOCKS_USED = gauge("benthic_kv_blocks_used", "blocks of the KV pool that a request holds, after a step is planned")
+PREEMPTIONS = counter("benthic_preemptions_total", "running requests whose blocks were taken back, in the scheduler")
+PROMPT_TOKENS = counter("benthic_prompt_tokens_total", "prompt tokens computed, counted as their step is committed")
+GENERATION_TOKENS = counter("benthic_generation_tokens_total", "tokens produced, counted as their step is committed")
+REQUESTS_FINISHED = counter(
+    "benthic_requests_finished_total",
+    "requests that ended, as the scheduler commits their last token; reason: stop, length, abort or error",
+    ["reason"],
+)
+STEP_SECONDS = histogram("benthic_step_seconds", "one engine step, from plan to commit", SECONDS)
+TTFT_SECONDS = histogram("benthic_ttft_seconds", "arrival of a request in the engine to its first token", SECONDS)
+ITL_SECONDS = histogram("benthic_itl_seconds", "time between two consecutive tokens of a request, at commit", SECONDS)
+
+
+def exposition() -> str:
+    """All metrics in the text format that Prometheus reads."""
+    return generate_latest(REGISTRY).decode()
+
+
+def markdown() -> str:
+    """The page docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        "<!-- generated from benthic/metrics.py by `make docs`; edit there -->",
+        "",
+        "`benthic.metrics.exposition()` returns all of them in the Prometheus text format. Units are seconds, tokens,",
+        "blocks and requests.",
+        "",
+        "| name | kind | labels | measured |",
+        "| --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| `{row.name}` | {row.kind} | {', '.join(f'`{label}`' for label in row.labels) or '-'} | {row.help} |"
+        for row in DECLARED
+    ]
+    return "\n".join(lines) + "\n"
