@@ -12,9 +12,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from benthic.cache.spec import CacheSpec
+from benthic.cache.storage import Storage
 from benthic.kernels import compress, engram, gemm, hyper, moe_experts, moe_gate, quant, rope, swiglu
 from benthic.models.base import Batch, LayerMemory, Memory, Selection
-from benthic.models.deepseek_v41_config import LayerPlan, ModelConfig, TextConfig, engram_tables, layer_plan
+from benthic.models.deepseek_v41_config import (
+    LayerPlan,
+    ModelConfig,
+    TextConfig,
+    cache_spec,
+    engram_tables,
+    layer_plan,
+)
+from benthic.models.memory import PagedMemory
 from benthic.models.modules import (
     Embedding,
     Linear,
@@ -79,17 +89,17 @@ class Engram(nn.Module):
     def __init__(self, config: ModelConfig, index: int, numerics: Numerics):
         super().__init__()
         text = config.text
-        tables = engram_tables(text)[index]
+        table = engram_tables(config)[index]
         self.numerics, self.eps = numerics, text.rms_norm_eps
         self.streams, self.width = text.hc_mult, text.hidden_size
         rows_per_token = (text.engram_max_ngram_size - 1) * text.engram_n_heads
-        self.embed = PackedTable(tables.rows, text.engram_head_dim, numerics)
+        self.embed = PackedTable(table.rows, text.engram_head_dim, numerics)
         self.wkv = Linear(rows_per_token * text.engram_head_dim, (self.streams + 1) * self.width, "fp8", numerics)
         self.q_weight = parameter(self.streams, self.width)
         self.k_weight = parameter(self.streams, self.width)
-        self.register_buffer("multipliers", torch.tensor(tables.multipliers, dtype=torch.int64), persistent=False)
-        self.register_buffer("primes", torch.tensor(tables.primes, dtype=torch.int64), persistent=False)
-        self.register_buffer("offsets", torch.tensor(tables.offsets, dtype=torch.int64), persistent=False)
+        self.register_buffer("multipliers", torch.tensor(table.multipliers, dtype=torch.int64), persistent=False)
+        self.register_buffer("primes", torch.tensor(table.primes, dtype=torch.int64), persistent=False)
+        self.register_buffer("offsets", torch.tensor(table.offsets, dtype=torch.int64), persistent=False)
 
     def forward(self, s: Tensor, ngrams: Tensor, images: Tensor | None) -> Tensor:
         """s [T, S, D]; ngrams [T, n] compressed ids, newest first -> [T, S, D]."""
@@ -194,8 +204,7 @@ class Attention(nn.Module):
         qa8 = fp8_grid(self.q_norm(self.wq_a(h8)), self.numerics)  # [T, Rq]
         q = self.wq_b(qa8).unflatten(-1, (self.heads, self.width))  # [T, H, dh]
         q = rope.rotate(q, batch.positions, self.freqs)
-        kw = rope.rotate(self.kv_norm(self.wkv(h8)), batch.positions, self.freqs)  # [T, dh]
-        kw = fp8_grid(kw, self.numerics)
+        kw = self.window_row(h8, batch.positions)  # [T, dh]
 
         if self.compressor is not None and self.indexer is not None:
             latent = self.compressor(h, kv)  # [G, dh]
@@ -210,6 +219,10 @@ class Attention(nn.Module):
         o = fp8_grid(o, self.numerics) if self.numerics.quantise_wo_a else o
         u = gemm.grouped_linear(o, self.wo_a.weight.unflatten(0, (self.groups, -1)))  # [T, groups, rank]
         return self.wo_b(fp8_grid(u.flatten(1), self.numerics)), shared
+
+    def window_row(self, h8: Tensor, positions: Tensor) -> Tensor:
+        """h8 [T, D] on the FP8 grid -> [T, dh], key and value of a token inside the window, on the FP8 grid."""
+        return fp8_grid(rope.rotate(self.kv_norm(self.wkv(h8)), positions, self.freqs), self.numerics)
 
     def load(self, source: TensorSource, name: str) -> None:
         for part in ("wq_a", "q_norm", "wq_b", "wkv", "kv_norm", "wo_a", "wo_b"):
@@ -374,6 +387,22 @@ class DeepseekV41(nn.Module):
         ids = torch.cat([batch.ids[:, None], batch.history[:, : text.engram_max_ngram_size - 1]], dim=1)
         broken = ((ids < 0) | (ids == self.config.image_token_id)).cumsum(dim=1) > 0
         return torch.where(broken, self.classes[text.engram_pad_token_id], self.classes[ids.clamp(min=0)])
+
+    @property
+    def cache_spec(self) -> CacheSpec:
+        """Bytes the backbone stores per request; float32 records where the profile has no quantisers."""
+        return cache_spec(self.config, packed=self.numerics.quantise, drafter=False)
+
+    @property
+    def max_positions(self) -> int:
+        return self.config.text.max_position_embeddings
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.text.vocab_size
+
+    def memory(self, storage: Storage, batch: Batch) -> PagedMemory:
+        return PagedMemory(self.config, self.plan, self.numerics, storage, batch)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, D] -> f32 [R, V]."""

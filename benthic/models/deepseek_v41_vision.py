@@ -1,0 +1,220 @@
+"""DeepSeek-V4.1-Flash, vision tower and aligner. Source: model specification, section 2.11.
+
+An image is scaled and padded to a grid of patches, read by a bidirectional tower, merged 3 x 3 into rows of the text
+width, and placed in the prompt as one span: START, rows of IMAGE and a NEWLINE each, END. Every position of the span
+carries `image_token_id`.
+
+n patches (gh x gw), d merge factor, D text width, C tower width.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageOps
+from torch import Tensor, nn
+
+from benthic.errors import BadImage
+from benthic.kernels import gemm, norm, rope
+from benthic.models.deepseek_v41_config import ModelConfig, VisionConfig
+from benthic.models.modules import TensorSource, activation_dtype, parameter
+from benthic.types import Numerics
+
+NORM_EPS = 1e-6  # fixed; the config has no key for it
+GREY = 127  # canvas around the picture
+
+
+class Geometry(NamedTuple):
+    """What an image of some size becomes. Pixels, patches, merged cells, tokens."""
+
+    width: int  # of the scaled source, before fitting
+    height: int
+    canvas_width: int  # multiples of the patch size
+    canvas_height: int
+    grid_h: int  # patches
+    grid_w: int
+    cells_h: int  # merged cells
+    cells_w: int
+    tokens: int  # of the span, delimiters included
+
+
+def geometry(width: int, height: int, config: VisionConfig) -> Geometry:
+    """Canvas and token count of an image of width x height pixels, both >= 1. Integer rules in the order of 2.11."""
+    if width < 1 or height < 1:
+        raise BadImage(f"image is {width} x {height} pixels; both sides must be at least 1")
+    patch, merge, limit = config.patch_size, config.downsample_ratio, config.max_image_tokens
+    if config.max_wh_ratio and width > height * config.max_wh_ratio:
+        width = int(height * config.max_wh_ratio)
+    if 0 < width * height < config.min_pixels:
+        factor = math.sqrt(config.min_pixels / (width * height))
+        width, height = int(width * factor), int(height * factor)
+    canvas_w, canvas_h = math.ceil(width / patch) * patch, math.ceil(height / patch) * patch
+
+    def cells(pixels: int) -> int:
+        return math.ceil((pixels // patch) / merge)
+
+    def tokens(w: int, h: int) -> int:
+        return cells(h) * (cells(w) + 1) + 2
+
+    if tokens(canvas_w, canvas_h) > limit:
+        aspect, cell = height / width, patch * merge
+        fit_w = math.sqrt((limit - 2) / aspect + 0.25) - 0.5
+        fit_h = fit_w * aspect
+        if fit_w < 1:
+            canvas_w, canvas_h = cell, ((limit - 2) // 2) * cell
+        elif fit_h < 1:
+            canvas_w, canvas_h = (limit - 3) * cell, cell
+        else:
+            shrink = min(math.floor(fit_w) * cell / width, math.floor(fit_h) * cell / height)
+            canvas_w = math.floor(width * shrink / patch) * patch
+            canvas_h = math.floor(height * shrink / patch) * patch
+    return Geometry(
+        width,
+        height,
+        canvas_w,
+        canvas_h,
+        canvas_h // patch,
+        canvas_w // patch,
+        cells(canvas_h),
+        cells(canvas_w),
+        tokens(canvas_w, canvas_h),
+    )
+
+
+def patches(image: Image.Image, config: VisionConfig) -> tuple[Tensor, Geometry]:
+    """An image -> bf16 [n, 3 patch^2] rows, row-major over the grid, each flattened channel, row, column; values in -1..1."""
+    geo = geometry(image.width, image.height, config)
+    canvas_size = (geo.canvas_width, geo.canvas_height)
+    image = image.convert("RGB")
+    scale = min(geo.canvas_width / image.width, geo.canvas_height / image.height)
+    too_wide = config.max_wh_ratio is not None and image.width >= image.height * config.max_wh_ratio
+    if too_wide or min(round(image.width * scale), round(image.height * scale)) < 1:
+        fitted = image.resize(canvas_size, Image.Resampling.BICUBIC)
+    else:
+        fitted = ImageOps.contain(image, canvas_size, Image.Resampling.BICUBIC)
+    canvas = Image.new("RGB", canvas_size, (GREY, GREY, GREY))
+    canvas.paste(
+        fitted, (round((geo.canvas_width - fitted.width) / 2), round((geo.canvas_height - fitted.height) / 2))
+    )  # round() is half to even
+    pixels = torch.from_numpy(np.array(canvas)).permute(2, 0, 1)  # [3, height, width] uint8
+    values = (pixels.float() / 255 - 0.5) / 0.5
+    size = config.patch_size
+    rows = values.unfold(1, size, size).unfold(2, size, size)  # [3, gh, gw, size, size]
+    return rows.permute(1, 2, 0, 3, 4).reshape(geo.grid_h * geo.grid_w, -1).to(torch.bfloat16), geo
+
+
+class Affine(nn.Module):
+    """x @ weight^T + bias; bias added before the one rounding."""
+
+    def __init__(self, inputs: int, outputs: int, numerics: Numerics, *, bias: bool = True):
+        super().__init__()
+        dtype = activation_dtype(numerics)
+        self.weight = parameter(outputs, inputs, dtype=dtype)
+        self.bias = parameter(outputs, dtype=dtype) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return gemm.linear(x, self.weight)
+        return F.linear(x, self.weight, self.bias)
+
+    def load(self, source: TensorSource, name: str) -> None:
+        self.weight.data.copy_(source.tensor(f"{name}.weight"))
+        if self.bias is not None:
+            self.bias.data.copy_(source.tensor(f"{name}.bias"))
+
+
+class Block(nn.Module):
+    """Bidirectional attention inside one image, then SwiGLU; residuals in the activation dtype."""
+
+    def __init__(self, config: VisionConfig, numerics: Numerics):
+        super().__init__()
+        width = config.hidden_size
+        self.heads = config.num_attention_heads
+        self.norm1, self.norm2 = parameter(width), parameter(width)
+        self.wqkv = Affine(width, 3 * width, numerics)
+        self.wo = Affine(width, width, numerics)
+        self.w1 = Affine(width, 2 * config.intermediate_size, numerics, bias=False)
+        self.w2 = Affine(config.intermediate_size, width, numerics, bias=False)
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        """x [n, C]; angles [n, head width / 2] f32."""
+        y = self.wqkv(norm.rms_norm(x, self.norm1, NORM_EPS)).unflatten(-1, (3, self.heads, -1))  # [n, 3, heads, w]
+        q, k, v = (part.transpose(0, 1) for part in y.unbind(1))  # [heads, n, w]
+        o = F.scaled_dot_product_attention(rotate_half(q, angles), rotate_half(k, angles), v)
+        x = x + self.wo(o.transpose(0, 1).flatten(1))
+        gate, up = self.w1(norm.rms_norm(x, self.norm2, NORM_EPS)).float().chunk(2, dim=-1)
+        return x + self.w2((F.silu(gate) * up).to(x.dtype))
+
+    def load(self, source: TensorSource, name: str) -> None:
+        self.norm1.data.copy_(source.tensor(f"{name}.norm1.weight"))
+        self.norm2.data.copy_(source.tensor(f"{name}.norm2.weight"))
+        self.wqkv.load(source, f"{name}.attn.wqkv")
+        self.wo.load(source, f"{name}.attn.wo")
+        self.w1.load(source, f"{name}.mlp.w1")
+        self.w2.load(source, f"{name}.mlp.w2")
+
+
+def rotate_half(x: Tensor, angles: Tensor) -> Tensor:
+    """Channel c pairs with c + w/2. x [heads, n, w], angles [n, w/2] f32; float32 inside, rounded once."""
+    a, b = x.float().chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+class VisionTower(nn.Module):
+    """Patches -> embedding rows of the text width, ready to stand in the prompt."""
+
+    def __init__(self, config: ModelConfig, numerics: Numerics):
+        super().__init__()
+        vision, hidden = config.vision, config.text.hidden_size
+        assert vision is not None, "this checkpoint has no vision tower"
+        self.config, self.numerics = vision, numerics
+        dtype = activation_dtype(numerics)
+        merged = vision.hidden_size * vision.downsample_ratio**2
+        self.patch_embed = Affine(3 * vision.patch_size**2, vision.hidden_size, numerics)
+        self.blocks = nn.ModuleList(Block(vision, numerics) for _ in range(vision.num_hidden_layers))
+        self.norm = parameter(vision.hidden_size)
+        self.aligner_w1 = Affine(merged, hidden, numerics)
+        self.aligner_w2 = Affine(hidden, hidden, numerics)
+        self.start, self.end, self.newline = (parameter(hidden, dtype=dtype) for _ in range(3))
+        axis = vision.hidden_size // vision.num_attention_heads // 2  # rotated pairs, half by row, half by column
+        self.register_buffer("freqs", rope.rope_frequencies(axis, vision.rope_theta), persistent=False)
+
+    def features(self, rows: Tensor, grid_h: int, grid_w: int) -> Tensor:
+        """Patches [n, 3 patch^2] -> [n, C] after the last norm."""
+        row = torch.arange(grid_h, device=rows.device).repeat_interleave(grid_w).float()[:, None]
+        column = torch.arange(grid_w, device=rows.device).repeat(grid_h).float()[:, None]
+        angles = torch.cat([row * self.freqs, column * self.freqs], dim=-1)  # [n, head width / 2]
+        x = self.patch_embed(rows.to(activation_dtype(self.numerics)))
+        for block in self.blocks:
+            x = block(x, angles)
+        return norm.rms_norm(x, self.norm, NORM_EPS)
+
+    def align(self, features: Tensor, grid_h: int, grid_w: int) -> Tensor:
+        """[n, C] -> [cells, D]: zero-pad to whole cells, merge channel-major, two linears with exact GELU between."""
+        d = self.config.downsample_ratio
+        x = features.unflatten(0, (grid_h, grid_w))
+        x = F.pad(x, (0, 0, 0, -grid_w % d, 0, -grid_h % d))  # [cells_h d, cells_w d, C]
+        x = x.unflatten(1, (-1, d)).unflatten(0, (-1, d))  # [cells_h, d, cells_w, d, C]
+        x = x.permute(0, 2, 4, 1, 3).flatten(2).flatten(0, 1)  # [cells, C d d]
+        return self.aligner_w2(F.gelu(self.aligner_w1(x).float()).to(x.dtype))
+
+    def forward(self, rows: Tensor, geo: Geometry) -> Tensor:
+        """Patches of one image -> [tokens, D], the embedding of its whole span."""
+        cells = self.align(self.features(rows, geo.grid_h, geo.grid_w), geo.grid_h, geo.grid_w)
+        lines = cells.unflatten(0, (geo.cells_h, geo.cells_w))  # [cells_h, cells_w, D]
+        ends = self.newline.expand(geo.cells_h, 1, -1)
+        body = torch.cat([lines, ends], dim=1).flatten(0, 1)
+        return torch.cat([self.start[None], body, self.end[None]])
+
+    def load(self, source: TensorSource) -> None:
+        self.patch_embed.load(source, "vision.patch_embed.proj")
+        for b, block in enumerate(self.blocks):
+            block.load(source, f"vision.blocks.{b}")
+        self.norm.data.copy_(source.tensor("vision.norm.weight"))
+        self.aligner_w1.load(source, "aligner.w1")
+        self.aligner_w2.load(source, "aligner.w2")
+        for part in ("start", "end", "newline"):
+            getattr(self, part).data.copy_(source.tensor(f"image_{part}"))
