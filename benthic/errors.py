@@ -6,7 +6,7 @@ prints that text as one line and turns `exit_code` into the process's exit code.
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -28,6 +28,16 @@ class BenthicError(Exception):
     status: ClassVar[int] = 500
     retryable: ClassVar[bool] = False
     exit_code: ClassVar[int] = 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors cross process boundaries with their text and fields; constructors take the parts of the text."""
+        return _restore, (type(self), self.args), self.__dict__
+
+
+def _restore(cls: type[BenthicError], args: tuple[Any, ...]) -> BenthicError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    return error
 
 
 # Configuration
@@ -244,6 +254,15 @@ class ShapeError(BenthicError):
         super().__init__(f"{name}: want {want}, got {got}")
 
 
+class MissingDependency(BenthicError):
+    """A command needs a package that only an extra installs."""
+
+    code, status, exit_code = "missing_dependency", 500, 1
+
+    def __init__(self, package: str, extra: str):
+        super().__init__(f"this needs the package {package}, which is not installed; pip install 'benthic[{extra}]'")
+
+
 class DeviceUnavailable(BenthicError):
     """The device asked for is not on this machine, or cannot run what is asked of it."""
 
@@ -427,6 +446,15 @@ class TrainingError(BenthicError):
     """A training run cannot start or go on: data, settings or a saved state that do not fit."""
 
     code = "training_error"
+
+
+class BadTrainingData(TrainingError):
+    """A corpus or data folder that cannot be used for training."""
+
+    code, exit_code = "bad_training_data", 2
+
+    def __init__(self, path: object, detail: str):
+        super().__init__(f"cannot use {path} as training data: {detail}")
 
 
 class BadImage(RequestError):

@@ -55,7 +55,7 @@ def _run(argv: list[str]) -> int:
     parser = _parser(verb)
     args = parser.parse_args(argv)
     if args.verb is None:
-        parser.print_help()
+        parser.print_help(sys.stderr)
         return 2
     settings = config.from_arguments(args) if "config" in args else config.load()
     log.setup(settings.log_level)
