@@ -16,7 +16,7 @@ def _want_streams(op: str, s: Tensor) -> None:
 
 
 def sinkhorn(a: Tensor, eps: float, iters: int) -> Tensor:
-    """Logits [..., S_in, S_out] f32 -> nearly doubly stochastic; the last step makes the columns (sums over S_in) one."""
+    """Logits [..., S_in, S_out] f32 -> nearly doubly stochastic; the last step makes the sums over S_in one."""
     c = torch.softmax(a, dim=-1) + eps
     c = c / (c.sum(dim=-2, keepdim=True) + eps)
     for _ in range(iters - 1):

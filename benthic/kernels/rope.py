@@ -1,4 +1,4 @@
-"""Rotary positions: adjacent channel pairs of the last channels are rotated. Source: model specification, section 2.4."""
+"""Rotary positions: adjacent pairs of the last channels are rotated. Source: model specification, section 2.4."""
 
 import math
 
