@@ -439,6 +439,18 @@ class NonFiniteLogits(EngineError):
         )
 
 
+class NoAllowedToken(RequestError):
+    """The request's allowed and banned ids leave no token that may be produced."""
+
+    code = "no_allowed_token"
+
+    def __init__(self, request: int, position: int):
+        super().__init__(
+            f"request {request}: no token may be produced at position {position}; "
+            "allowed_ids, banned_ids, logit_bias and min_tokens together leave none"
+        )
+
+
 # Training
 
 

@@ -1,7 +1,13 @@
 """The records that travel between parts: plain data, no torch, no behaviour beyond their own checks."""
 
-from dataclasses import dataclass
+import math
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
+
+from benthic.errors import BadField, BenthicError, TokenOutOfRange
 
 PENDING = -1  # a token that is still on the device
 
@@ -43,9 +49,13 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the next token is chosen. Ranges are checked by `validate()`, which every entry point calls."""
+    """How the next token is chosen. Ranges are checked by `validate()`, which every entry point calls.
 
-    temperature: float = 1.0  # 0: greedy, the arg-max with the lowest index
+    The order in which the settings act is that of `kernels/sample.py`: penalties, bias, allowed and banned ids,
+    temperature, top_k, top_p, min_p. Log-probabilities are raw: taken before all of them.
+    """
+
+    temperature: float = 1.0  # [0, 100]; 0: greedy, the arg-max with the lowest index
     top_p: float = 1.0  # (0, 1]
     top_k: int = 0  # 0: off
     min_p: float = 0.0  # [0, 1): keep tokens with at least this share of the best token's probability
@@ -55,27 +65,102 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit), [-100, 100]
     allowed_ids: tuple[int, ...] = ()  # only these may be produced; empty: no restriction
     banned_ids: tuple[int, ...] = ()  # never produced
-    stop: tuple[str, ...] = ()  # strings that end the completion; never part of the text
+    stop: tuple[str, ...] = ()  # up to 16 strings that end the completion; never part of the text
     stop_ids: tuple[int, ...] = ()  # token ids that end it, beside the model's end-of-sequence id
     ignore_eos: bool = False
-    min_tokens: int = 0
+    min_tokens: int = 0  # no end before so many tokens, [0, max_tokens]
     max_tokens: int = 256  # >= 1
     n: int = 1  # completions for one prompt, [1, 128]
-    seed: int | None = None  # None: drawn once when the request is made
+    seed: int | None = None  # [0, 2**63); None: drawn once when the request is made
     logprobs: int | None = None  # top-k raw log-probabilities of each output token; 0: the token's own; None: off
     prompt_logprobs: int | None = None  # the same for the prompt
+
+    def validate(self, vocab_size: int | None = None) -> None:
+        """Check every range. vocab_size: ids must lie below it; None: not known here, ids need only be >= 0.
+
+        Raises BadField, TokenOutOfRange: the field, its value and the range.
+        """
+        _number("temperature", self.temperature, "a number in [0, 100]", 0, 100)
+        _number("top_p", self.top_p, "a number in (0, 1]", 0, 1, open_low=True)
+        _number("min_p", self.min_p, "a number in [0, 1)", 0, 1, open_high=True)
+        _number("repetition_penalty", self.repetition_penalty, "a number in (0, 10]", 0, 10, open_low=True)
+        _number("presence_penalty", self.presence_penalty, "a number in [-2, 2]", -2, 2)
+        _number("frequency_penalty", self.frequency_penalty, "a number in [-2, 2]", -2, 2)
+        _integer("top_k", self.top_k, 0, _INT32_MAX)
+        _integer("max_tokens", self.max_tokens, 1, _INT32_MAX)
+        _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _integer("n", self.n, 1, 128)
+        if self.seed is not None:
+            _integer("seed", self.seed, 0, 2**63 - 1)
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None:
+                _integer(name, count, 0, MAX_LOGPROBS if vocab_size is None else min(MAX_LOGPROBS, vocab_size))
+        if not isinstance(self.ignore_eos, bool):
+            raise BadField("ignore_eos", self.ignore_eos, "true or false")
+        if isinstance(self.stop, str) or len(self.stop) > MAX_STOP_STRINGS:
+            raise BadField("stop", self.stop, f"a tuple of at most {MAX_STOP_STRINGS} strings")
+        for i, text in enumerate(self.stop):
+            if not isinstance(text, str) or not 0 < len(text.encode(errors="replace")) <= MAX_STOP_BYTES:
+                raise BadField(f"stop[{i}]", text, f"a string of 1 to {MAX_STOP_BYTES} bytes")
+        _token_ids("allowed_ids", self.allowed_ids, vocab_size)
+        _token_ids("banned_ids", self.banned_ids, vocab_size)
+        _token_ids("stop_ids", self.stop_ids, vocab_size)
+        _token_ids("logit_bias", (token for token, _ in self.logit_bias), vocab_size)
+        for token, bias in self.logit_bias:
+            _number(f"logit_bias[{token}]", bias, "a number in [-100, 100]", -100, 100)
+
+
+MAX_LOGPROBS = 1000  # most alternatives listed beside one token
+MAX_STOP_STRINGS = 16
+MAX_STOP_BYTES = 1024
+_INT32_MAX = 2**31 - 1
+
+
+def _number(
+    field: str, value: object, want: str, low: float, high: float, *, open_low: bool = False, open_high: bool = False
+) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise BadField(field, value, want)
+    if value < low or value > high or (open_low and value == low) or (open_high and value == high):
+        raise BadField(field, value, want)
+
+
+def _integer(field: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise BadField(field, value, f"an integer in [{low}, {high}]")
+
+
+def _token_ids(field: str, ids: Iterable[int], vocab_size: int | None) -> None:
+    limit = _INT32_MAX if vocab_size is None else vocab_size
+    for i, token in enumerate(ids):
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise BadField(f"{field}[{i}]", token, "an integer token id")
+        if not 0 <= token < limit:
+            raise TokenOutOfRange(f"{field}[{i}]", token, limit)
 
 
 @dataclass(slots=True)
 class Request:
-    """One unit of work for the engine: a prompt, how to sample, and where it stands in the queue."""
+    """One unit of work for the engine: a prompt, how to sample, and where it stands in the queue.
+
+    `params.n` completions are its branches 0 .. n-1. Each branch ends exactly once, with a finish reason or an error.
+    """
 
     id: int
     prompt: tuple[int, ...]
     params: SamplingParams
-    seed: int
+    seed: int  # of branch 0; the others derive theirs from it
     priority: int = 0  # smaller runs first; equal: first come, first served
     arrival_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End a request, or one branch of it, before its time. Unknown and finished ones are ignored."""
+
+    request: int
+    branch: int | None = None  # None: all of them
+    reason: FinishReason = FinishReason.ABORT  # STOP: a stop string was found in the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +174,77 @@ class Chunk:
     sample: bool  # does the last row yield a token, or is this a middle chunk of a prompt
     slot: int  # state slot: window rings, compressor carry, token history
     blocks: tuple[int, ...]  # block table: block i holds positions 128 i .. 128 i + 127
+    branch: int = 0  # which completion of the request
+
+
+class Draw(NamedTuple):
+    """How one row of logits becomes a token. A named tuple: one is made for every token produced."""
+
+    params: SamplingParams
+    seed: int  # of this branch
+    position: int  # absolute position of the token that is drawn
+    blocked: tuple[int, ...]  # ids that would end the completion before `min_tokens`
+    context: array[int] | None  # prompt and output so far, int32, when a penalty is on
+    prompt_tokens: int  # how many of `context` are the prompt
+
+
+class Score(NamedTuple):
+    """Log-probabilities wanted of prompt tokens: row `first + i` of the chunk predicts `targets[i]`."""
+
+    first: int
+    targets: tuple[int, ...]
+    top: int  # alternatives listed beside each
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: what every rank computes."""
+
+    step: int
+    chunks: tuple[Chunk, ...]
+    draws: tuple[Draw, ...]  # one for each chunk with `sample`, in the order of the chunks
+    scores: tuple[tuple[int, Score], ...] = ()  # (index of the chunk, what to score)
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the step."""
+        return sum(len(chunk.tokens) for chunk in self.chunks)
+
+
+class TokenLogprobs(NamedTuple):
+    """Raw log-probabilities at one position: log-softmax of the logits as the model gives them."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token id, log-probability), best first; ties: lowest id first
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step decided. `tokens`, `failures` and `logprobs` have one entry for each of the plan's draws."""
+
+    tokens: list[int]
+    failures: dict[int, BenthicError] = field(default_factory=dict)  # index of the draw -> why it yields no token
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # index of the draw -> what was asked for
+    scores: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)  # index of the chunk -> prompt rows
+
+
+class Usage(NamedTuple):
+    """Tokens counted for one branch. Every produced token counts, the one that ended it too."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """News of one branch: tokens it gained in a step, and how it ended. Exactly one event of a branch has `usage`."""
+
+    request: int
+    branch: int
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's tokens 1, 2, ... as far as they are new
+    finish: FinishReason | None = None
+    error: BenthicError | None = None
+    usage: Usage | None = None  # set on the last event of the branch

@@ -1,0 +1,199 @@
+"""Logits and SamplingParams -> tokens and log-probabilities. The arithmetic is `kernels/sample.py`.
+
+Rows that ask for nothing special share one arg-max; the rest pay for what they use.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from benthic.errors import BenthicError, NoAllowedToken, NonFiniteLogits
+from benthic.kernels import sample
+from benthic.types import Draw, SamplingParams, TokenLogprobs
+
+_RECIPES = 1024  # prepared parameter sets that are kept
+_NEVER = float("-inf")
+
+
+class _Recipe(NamedTuple):
+    """A parameter set, prepared once for all its tokens."""
+
+    params: SamplingParams  # kept alive, so that its id() names it
+    greedy: bool
+    filtered: bool
+    edited: bool
+    bias_ids: Tensor
+    bias_values: Tensor
+    banned: Tensor
+    allowed: Tensor | None  # [V] bool
+
+
+class Sampled(NamedTuple):
+    """One entry for each row: R tokens; what failed, and what was asked about log-probabilities, by row."""
+
+    tokens: list[int]
+    failures: dict[int, BenthicError]
+    logprobs: dict[int, TokenLogprobs]
+
+
+class Sampler:
+    """Draws tokens. Holds no state that a token depends on."""
+
+    def __init__(self, vocab_size: int, device: torch.device | str = "cpu", never: Sequence[int] = ()):
+        """never: ids that no request may produce, such as control tokens that only a prompt may hold."""
+        self.vocab_size, self.device = vocab_size, torch.device(device)
+        self._never = torch.tensor(sorted(set(never)), dtype=torch.int64, device=device) if never else None
+        self._recipes: dict[int, _Recipe] = {}
+
+    def __call__(self, logits: Tensor, draws: Sequence[Draw], requests: Sequence[int] | None = None) -> Sampled:
+        """logits [R, V] f32, left as they are; R draws; the requests they belong to, for error texts."""
+        if not draws:
+            return Sampled([], {}, {})
+        recipes = [self._recipe(d.params) for d in draws]
+        work = logits if self._never is None else logits.index_fill(1, self._never, _NEVER)
+        work = self._edit(work, draws, recipes)
+        peaks, best = work.max(dim=1)  # the first of equal ones; a NaN wins
+        drawn = [i for i, r in enumerate(recipes) if not r.greedy]
+        if drawn:
+            best = self._draw(work, peaks, best, [draws[i] for i in drawn], drawn, recipes)
+        tokens: list[int] = best.tolist()
+        failures: dict[int, BenthicError] = {}
+        for i, peak in enumerate(peaks.tolist()):
+            if not _NEVER < peak < float("inf"):
+                request = requests[i] if requests is not None else i
+                limited = recipes[i].edited or bool(draws[i].blocked) or self._never is not None
+                if peak == _NEVER and limited:
+                    failures[i] = NoAllowedToken(request, draws[i].position)
+                else:
+                    failures[i] = NonFiniteLogits(request, draws[i].position)
+        wanted = [i for i, d in enumerate(draws) if d.params.logprobs is not None and i not in failures]
+        logprobs: dict[int, TokenLogprobs] = {}
+        if wanted:
+            k = max(draws[i].params.logprobs or 0 for i in wanted)
+            found = _rank(logits[torch.tensor(wanted, device=logits.device)], [tokens[i] for i in wanted], k)
+            for i, entry in zip(wanted, found, strict=True):
+                logprobs[i] = entry._replace(top=entry.top[: draws[i].params.logprobs])
+        return Sampled(tokens, failures, logprobs)
+
+    def score(self, logits: Tensor, targets: Sequence[int], top: int) -> tuple[TokenLogprobs, ...]:
+        """Raw log-probabilities of prompt tokens. logits [R, V] f32, R targets."""
+        return tuple(_rank(logits, targets, top))
+
+    # ---- within ------------------------------------------------------------------------------------------------------
+
+    def _recipe(self, params: SamplingParams) -> _Recipe:
+        found = self._recipes.get(id(params))
+        if found is not None:
+            return found
+        ids = {"dtype": torch.int64, "device": self.device}
+        allowed = None
+        if params.allowed_ids:
+            allowed = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
+            allowed[torch.tensor(params.allowed_ids, **ids)] = True
+        recipe = _Recipe(
+            params=params,
+            greedy=params.temperature == 0,
+            filtered=0 < params.top_k < self.vocab_size or params.top_p < 1 or params.min_p > 0,
+            edited=bool(params.logit_bias or params.allowed_ids or params.banned_ids),
+            bias_ids=torch.tensor([token for token, _ in params.logit_bias], **ids),
+            bias_values=torch.tensor([b for _, b in params.logit_bias], dtype=torch.float32, device=self.device),
+            banned=torch.tensor(params.banned_ids, **ids),
+            allowed=allowed,
+        )
+        if len(self._recipes) >= _RECIPES:
+            del self._recipes[next(iter(self._recipes))]
+        self._recipes[id(params)] = recipe
+        return recipe
+
+    def _edit(self, logits: Tensor, draws: Sequence[Draw], recipes: Sequence[_Recipe]) -> Tensor:
+        """Penalties, bias, masks. A copy when anything changes."""
+        penalised = [i for i, d in enumerate(draws) if d.context is not None]
+        edited = [i for i, r in enumerate(recipes) if r.edited]
+        blocked = [i * self.vocab_size + token for i, d in enumerate(draws) if d.blocked for token in d.blocked]
+        if not penalised and not edited and not blocked:
+            return logits
+        logits = logits.clone() if logits.is_contiguous() else logits.contiguous()
+        if penalised:
+            self._penalise(logits, draws, penalised)
+        flat = logits.view(-1)
+        biased = [i for i in edited if len(recipes[i].bias_ids)]
+        if biased:
+            at = torch.cat([recipes[i].bias_ids + i * self.vocab_size for i in biased])
+            flat.index_put_((at,), torch.cat([recipes[i].bias_values for i in biased]), accumulate=True)
+        masked = [i for i in edited if recipes[i].allowed is not None]
+        if masked:
+            rows = torch.tensor(masked, device=self.device)
+            allowed = torch.stack([a for i in masked if (a := recipes[i].allowed) is not None])
+            logits[rows] = torch.where(allowed, logits[rows], _NEVER)
+        banned = [recipes[i].banned + i * self.vocab_size for i in edited if len(recipes[i].banned)]
+        if banned:
+            flat[torch.cat(banned)] = _NEVER
+        if blocked:
+            flat[torch.tensor(blocked, device=self.device)] = _NEVER
+        return logits
+
+    def _penalise(self, logits: Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> None:
+        vocab = self.vocab_size
+        seen = torch.zeros(len(rows) * vocab, dtype=torch.bool, device=self.device)
+        counts = torch.zeros(len(rows) * vocab, dtype=torch.float32, device=self.device)
+        everything: list[Tensor] = []
+        output: list[Tensor] = []
+        for row, i in enumerate(rows):
+            d = draws[i]
+            assert d.context is not None
+            ids = torch.frombuffer(d.context, dtype=torch.int32).to(self.device, torch.int64) + row * vocab
+            everything.append(ids)
+            output.append(ids[d.prompt_tokens :])
+        seen[torch.cat(everything)] = True
+        produced = torch.cat(output)
+        counts.scatter_add_(0, produced, torch.ones_like(produced, dtype=torch.float32))  # whole numbers: exact
+        settings = torch.tensor(
+            [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in (draws[i].params for i in rows)],
+            dtype=torch.float32,
+            device=self.device,
+        )
+        at = torch.tensor(rows, device=self.device)
+        logits[at] = sample.apply_penalties(
+            logits[at], seen.view(-1, vocab), counts.view(-1, vocab), *settings.unbind(dim=1)
+        )
+
+    def _draw(
+        self,
+        logits: Tensor,
+        peaks: Tensor,
+        best: Tensor,
+        draws: Sequence[Draw],
+        rows: Sequence[int],
+        recipes: Sequence[_Recipe],
+    ) -> Tensor:
+        """`best` with the rows that are drawn replaced."""
+        device = self.device
+        everything = len(rows) == len(recipes)
+        at = torch.tensor(rows, device=device)
+        x, peak = (logits, peaks) if everything else (logits[at], peaks[at])
+        temperature = torch.tensor([d.params.temperature for d in draws], dtype=torch.float64, device=device)
+        weights = sample.token_weights(x, peak, temperature)
+        filtered = [j for j, i in enumerate(rows) if recipes[i].filtered]
+        if filtered:
+            params = [draws[j].params for j in filtered]
+            pick = torch.tensor(filtered, device=device)
+            some = len(filtered) < len(rows)
+            kept = sample.filter_weights(
+                x[pick] if some else x,
+                weights[pick] if some else weights,
+                [p.top_k for p in params],
+                [p.top_p for p in params],
+                [p.min_p for p in params],
+            )
+            weights = weights.index_copy(0, pick, kept) if some else kept
+        keys = torch.tensor([(d.seed, d.position) for d in draws], dtype=torch.int64, device=device)
+        tokens = sample.draw(weights, sample.random_bits(keys[:, 0], keys[:, 1]))
+        return tokens if everything else best.index_copy(0, at, tokens)
+
+
+def _rank(logits: Tensor, tokens: Sequence[int], k: int) -> list[TokenLogprobs]:
+    ranked = sample.rank_logprobs(logits, torch.tensor(tokens, dtype=torch.int64, device=logits.device), k)
+    columns = zip(tokens, ranked.chosen.tolist(), ranked.ids.tolist(), ranked.top.tolist(), strict=True)
+    return [TokenLogprobs(token, chosen, tuple(zip(ids, top, strict=True))) for token, chosen, ids, top in columns]

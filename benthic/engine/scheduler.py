@@ -1,0 +1,411 @@
+"""Waiting and running requests -> StepPlan; StepResult -> TokenEvents. No torch, no clock.
+
+How a step is filled, in this order, until the token budget is used:
+1. every running sequence that has one token to compute (decode), best rank first;
+2. running sequences that have more (prefill, or recompute after a preemption), best rank first;
+3. waiting sequences, best rank first; the first that does not fit stops the search, so none is overtaken for ever.
+Rank is (priority, arrival, branch), and a sequence keeps it for life.
+
+When a running sequence needs a block and none is free, the running sequence of the worst rank is preempted: it gives
+its blocks and slot back and waits again, with its rank and all its tokens, which are later computed again as one long
+prefill. Since the best-ranked running sequence is never the victim of another, it always finishes. Draws depend on
+seed and position only, so a preempted sequence goes on as if nothing had happened.
+
+A waiting sequence is admitted when the pool holds all its tokens, all that running prefills still need, and one block
+for each sequence that may grow; when nothing runs, it is admitted at once.
+"""
+
+import heapq
+from array import array
+from bisect import insort
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+
+from benthic.cache.manager import CacheManager, Lease
+from benthic.errors import BadField, BenthicError, CapacityError, EmptyPrompt, PromptTooLong, RequestError
+from benthic.errors import TokenOutOfRange
+from benthic.types import (
+    Abort,
+    Chunk,
+    Draw,
+    FinishReason,
+    Request,
+    Score,
+    StepPlan,
+    StepResult,
+    TokenEvent,
+    Usage,
+)
+
+_MASK = 2**64 - 1
+
+
+def branch_seed(seed: int, branch: int) -> int:
+    """Seed of a branch, [0, 2**63). Branch 0 keeps the request's own, so that asking for more changes no answer."""
+    if branch == 0:
+        return seed
+    x = (seed + branch * 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (x ^ (x >> 31)) >> 1
+
+
+class Branch:
+    """One completion of a request: its tokens, how many of them the cache holds, and what it holds there."""
+
+    __slots__ = (
+        "blocked",
+        "computed",
+        "context",
+        "ended",
+        "ends",
+        "in_flight",
+        "index",
+        "lease",
+        "limit",
+        "params",
+        "prompt_tokens",
+        "rank",
+        "request",
+        "scored",
+        "seed",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, index: int, order: int, ends: frozenset[int], limit: int):
+        params = request.params
+        self.request, self.index, self.params = request.id, index, params
+        self.rank = (request.priority, order, index)
+        self.seed = branch_seed(request.seed, index)
+        self.tokens = list(request.prompt)  # prompt, then output
+        self.prompt_tokens = len(request.prompt)
+        self.limit = limit  # it ends when it has so many tokens
+        self.ends = ends  # ids that end it
+        self.blocked = tuple(sorted(ends)) if params.min_tokens else ()
+        penalised = (
+            params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+        )
+        self.context = array("i", request.prompt) if penalised else None  # the same as `tokens`, for the sampler
+        self.computed = 0  # tokens whose state is in the cache
+        self.scored = 1  # prompt tokens whose log-probability is known; the first has none
+        self.lease: Lease | None = None
+        self.in_flight = False  # part of the step that is running
+        self.ended = False
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.tokens) - self.prompt_tokens
+
+
+class Scheduler:
+    """Continuous batching: prefill chunks and decode rows in one step under one token budget."""
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        *,
+        token_budget: int,
+        max_context_tokens: int,
+        vocab_size: int,
+        eos_ids: Sequence[int] = (),
+    ):
+        """As many sequences run as the cache has slots.
+
+        token_budget        most rows in one step; at least one for each slot, so that no decode row waits.
+        max_context_tokens  most tokens the model reads of one sequence. The token drawn after the last of them may
+                            still be delivered; then the sequence ends with LENGTH.
+        """
+        if token_budget < cache.slots.usable:
+            raise BadField(
+                "scheduler.token_budget", token_budget, f"at least scheduler.max_running, {cache.slots.usable}"
+            )
+        self.cache, self.token_budget, self.vocab_size = cache, token_budget, vocab_size
+        self.max_context_tokens = max_context_tokens
+        self.eos_ids = frozenset(eos_ids)
+        self.running: list[Branch] = []  # best rank first
+        self.preemptions = 0
+        self._waiting: list[tuple[tuple[int, int, int], Branch]] = []  # a heap; ended ones are skipped when met
+        self._num_waiting = 0
+        self._live: dict[int, list[Branch]] = {}  # request id -> branches that have not ended
+        self._flight: list[Branch] = []  # branch of each chunk of the step that is running
+        self._events: list[TokenEvent] = []  # to go out with the next commit
+        self._order = 0
+        self._step = 0
+
+    # ---- requests in -------------------------------------------------------------------------------------------------
+
+    @property
+    def unfinished(self) -> int:
+        """Branches that have not ended."""
+        return len(self.running) + self._num_waiting
+
+    @property
+    def waiting(self) -> int:
+        return self._num_waiting
+
+    @property
+    def has_news(self) -> bool:
+        """Are there events that the next commit sends, step or no step?"""
+        return bool(self._events)
+
+    def check(self, request: Request) -> None:
+        """Can this request ever be served? Raises the RequestError that says why not."""
+        prompt, params = request.prompt, request.params
+        params.validate(self.vocab_size)
+        if request.id in self._live:
+            raise BadField("id", request.id, "an id that no unfinished request has")
+        if not prompt:
+            raise EmptyPrompt
+        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
+            at = next(i for i, token in enumerate(prompt) if not 0 <= token < self.vocab_size)
+            raise TokenOutOfRange(f"prompt[{at}]", prompt[at], self.vocab_size)
+        if len(prompt) > self.max_context_tokens:
+            raise PromptTooLong(len(prompt), self.max_context_tokens)
+        most = min(len(prompt) + params.max_tokens - 1, self.max_context_tokens)  # the last token is not computed
+        need = self.cache.blocks_for(most)
+        if need > self.cache.blocks.usable:
+            raise CapacityError("cache blocks", need, self.cache.blocks.usable, "cache.blocks or cache.bytes")
+
+    def admit(self, messages: Iterable[Request | Abort]) -> None:
+        """Take new requests and aborts. A request that can never run ends at once, with its error as its event."""
+        for message in messages:
+            if isinstance(message, Abort):
+                self.abort(message.request, message.branch, message.reason)
+                continue
+            try:
+                self.check(message)
+            except RequestError as error:
+                usage = Usage(len(message.prompt), 0)
+                branches = message.params.n if isinstance(message.params.n, int) else 1
+                self._events += [
+                    TokenEvent(message.id, i, error=error, usage=usage) for i in range(max(1, min(branches, 128)))
+                ]
+                continue
+            self._enqueue(message)
+
+    def abort(self, request: int, branch: int | None = None, reason: FinishReason = FinishReason.ABORT) -> None:
+        """End a request, or one branch, now: also between two chunks, while waiting, or while its step runs."""
+        for b in list(self._live.get(request, ())):
+            if branch is None or b.index == branch:
+                self._end(b, reason=reason)
+
+    # ---- a step ------------------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan:
+        """Choose the next step. One plan is in flight at a time: commit or discard it before the next."""
+        assert not self._flight, f"step {self._step} is still running"
+        rows: dict[Branch, int] = {}  # in the order of the step
+        prefills: list[Branch] = []
+        grow, preempted = self.cache.grow, self.preemptions
+        for b in tuple(self.running):
+            if b.lease is None:
+                continue  # preempted for a better one a moment ago
+            length = len(b.tokens)
+            if length - b.computed > 1:
+                prefills.append(b)
+            elif length <= b.lease.capacity or grow(b.lease, length) or self._make_room(b, length, rows):
+                rows[b] = 1
+        for b in prefills:
+            budget = self.token_budget - sum(rows.values())
+            if not budget:
+                break
+            if b.lease is not None:
+                count = min(budget, len(b.tokens) - b.computed)
+                if self._make_room(b, b.computed + count, rows):
+                    rows[b] = count
+        if self._num_waiting and self.preemptions == preempted:
+            self._start_waiting(rows)
+        return self._plan_of(rows)
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
+        """Advance every branch of the step by what it computed, end those that are done, and say what happened."""
+        flight, self._flight = self._flight, []
+        assert len(flight) == len(plan.chunks), f"step {plan.step} is not the one in flight"
+        events, self._events = self._events, []
+        tokens, failures, logprobs, scores = result.tokens, result.failures, result.logprobs, result.scores
+        draw = -1
+        for i, chunk in enumerate(plan.chunks):
+            b = flight[i]
+            b.in_flight = False
+            draw += chunk.sample
+            if b.ended:
+                self._release(b)
+                continue
+            b.computed += len(chunk.tokens)
+            prompt_logprobs = scores[i] if i in scores else ()
+            b.scored += len(prompt_logprobs)
+            if not chunk.sample:
+                if prompt_logprobs:
+                    events.append(TokenEvent(b.request, b.index, prompt_logprobs=prompt_logprobs))
+                continue
+            if draw in failures:
+                self._end(b, error=failures[draw])
+                events.append(self._events.pop())
+                continue
+            token = tokens[draw]
+            b.tokens.append(token)
+            if b.context is not None:
+                b.context.append(token)
+            finish = usage = None
+            if token in b.ends:
+                finish = FinishReason.STOP
+            elif len(b.tokens) >= b.limit:
+                finish = FinishReason.LENGTH
+            if finish is not None:
+                usage = Usage(b.prompt_tokens, b.output_tokens)
+                self._forget(b)
+            new = (logprobs[draw],) if draw in logprobs else ()
+            events.append(TokenEvent(b.request, b.index, (token,), new, prompt_logprobs, finish, None, usage))
+        return events
+
+    def discard(self, plan: StepPlan, error: BenthicError | None = None) -> None:
+        """The step in flight brought no result. Its branches end with `error`, or without one are computed again.
+
+        What a half-run step left in rings and carries is not usable, so even one chunk means a fresh start.
+        """
+        flight, self._flight = self._flight, []
+        assert len(flight) == len(plan.chunks), f"step {plan.step} is not the one in flight"
+        for b in flight:
+            b.in_flight = False
+            if b.ended:
+                self._release(b)
+            elif error is not None:
+                self._end(b, error=error)
+            else:
+                self._preempt(b)
+
+    def check_invariants(self) -> None:
+        """For tests: every block and slot has exactly one owner, and every branch is in exactly one place."""
+        self.cache.check()
+        holders = [b for b in {*self.running, *self._flight} if b.lease is not None]
+        held = [block for b in holders if b.lease for block in b.lease.blocks]
+        usable = self.cache.blocks.usable
+        assert len(held) == len(set(held)), "a block has two owners"
+        assert len(held) + self.cache.free_blocks == usable, (
+            f"{usable - self.cache.free_blocks} blocks held, {len(held)} owned"
+        )
+        assert len(holders) + self.cache.slots.free == self.cache.slots.usable, "a slot has no owner"
+        assert all(b.lease is not None and not b.ended for b in self.running), "a running branch holds nothing"
+        waiting = [b for _, b in self._waiting if not b.ended]
+        assert len(waiting) == self._num_waiting, f"{len(waiting)} wait, {self._num_waiting} counted"
+        assert all(b.lease is None for b in waiting), "a waiting branch holds blocks"
+        live = {b for branches in self._live.values() for b in branches}
+        assert live == {*self.running, *waiting}, "a branch is lost"
+
+    # ---- within ------------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, request: Request) -> None:
+        params = request.params
+        ends = frozenset(params.stop_ids) if params.ignore_eos else self.eos_ids | frozenset(params.stop_ids)
+        limit = min(len(request.prompt) + params.max_tokens, self.max_context_tokens + 1)
+        branches = [Branch(request, i, self._order, ends, limit) for i in range(params.n)]
+        self._order += 1
+        self._live[request.id] = list(branches)
+        for b in branches:
+            self._wait(b)
+
+    def _wait(self, b: Branch) -> None:
+        heapq.heappush(self._waiting, (b.rank, b))
+        self._num_waiting += 1
+
+    def _make_room(self, b: Branch, tokens: int, rows: dict[Branch, int]) -> bool:
+        """Room for `tokens` of `b`, taken from worse-ranked ones if need be. False: `b` itself was the worst."""
+        assert b.lease is not None
+        while not self.cache.grow(b.lease, tokens):
+            victim = self.running[-1]
+            rows.pop(victim, None)
+            self._preempt(victim)
+            if victim is b:
+                return False
+        return True
+
+    def _start_waiting(self, rows: dict[Branch, int]) -> None:
+        budget = self.token_budget - sum(rows.values())
+        promised = 0
+        for b in self.running:
+            promised += self._promised(b)
+        while budget and self._waiting:
+            b = self._waiting[0][1]
+            if b.ended:
+                heapq.heappop(self._waiting)
+                continue
+            own = self.cache.blocks_for(len(b.tokens)) + (self.cache.blocks_for(len(b.tokens)) < self._most_blocks(b))
+            if self.running and own + promised > self.cache.free_blocks:
+                return
+            lease = self.cache.open()
+            if lease is None:
+                return
+            heapq.heappop(self._waiting)
+            self._num_waiting -= 1
+            b.lease, b.computed = lease, 0
+            insort(self.running, b, key=attrgetter("rank"))
+            count = min(budget, len(b.tokens))
+            grown = self.cache.grow(lease, count)
+            assert grown, f"{count} tokens do not fit into {self.cache.free_blocks} free blocks"
+            rows[b] = count
+            budget -= count
+            promised += self._promised(b)
+
+    def _most_blocks(self, b: Branch) -> int:
+        return self.cache.blocks_for(b.limit - 1)
+
+    def _promised(self, b: Branch) -> int:
+        """Blocks kept for a running branch: its known tokens, and one more if it may grow beyond them."""
+        assert b.lease is not None
+        known = self.cache.blocks_for(len(b.tokens))
+        return max(known, len(b.lease.blocks)) - len(b.lease.blocks) + (known < self._most_blocks(b))
+
+    def _plan_of(self, rows: dict[Branch, int]) -> StepPlan:
+        chunks: list[Chunk] = []
+        draws: list[Draw] = []
+        scores: list[tuple[int, Score]] = []
+        for b, count in rows.items():
+            lease, tokens, start = b.lease, b.tokens, b.computed
+            assert lease is not None
+            b.in_flight = True
+            sample = start + count == len(tokens)
+            chunk = (tokens[-1],) if count == 1 and sample else tuple(tokens[start : start + count])
+            if b.params.prompt_logprobs is not None and b.scored < b.prompt_tokens:
+                first, last = max(start, b.scored - 1), min(start + count, b.prompt_tokens - 1)
+                if first < last:
+                    targets = tuple(tokens[first + 1 : last + 1])
+                    scores.append((len(chunks), Score(first - start, targets, b.params.prompt_logprobs)))
+            chunks.append(Chunk(b.request, start, chunk, 0, sample, lease.slot, lease.table, b.index))
+            if sample:
+                blocked = b.blocked if b.blocked and b.output_tokens < b.params.min_tokens else ()
+                context = None if b.context is None else b.context[:]
+                draws.append(Draw(b.params, b.seed, len(tokens), blocked, context, b.prompt_tokens))
+        self._flight = list(rows)
+        self._step += 1
+        return StepPlan(self._step, tuple(chunks), tuple(draws), tuple(scores))
+
+    def _preempt(self, b: Branch) -> None:
+        self.running.remove(b)
+        self._release(b)
+        b.computed = 0
+        self.preemptions += 1
+        self._wait(b)
+
+    def _end(self, b: Branch, *, reason: FinishReason | None = None, error: BenthicError | None = None) -> None:
+        usage = Usage(b.prompt_tokens, b.output_tokens)
+        self._events.append(TokenEvent(b.request, b.index, finish=reason, error=error, usage=usage))
+        self._forget(b)
+
+    def _forget(self, b: Branch) -> None:
+        """Take an ended branch out of every place. Its blocks stay until the step that writes them is over."""
+        b.ended = True
+        live = self._live[b.request]
+        live.remove(b)
+        if not live:
+            del self._live[b.request]
+        if b.lease is None:
+            self._num_waiting -= 1
+            return
+        self.running.remove(b)
+        if not b.in_flight:
+            self._release(b)
+
+    def _release(self, b: Branch) -> None:
+        assert b.lease is not None
+        self.cache.close(b.lease)
+        b.lease = None
