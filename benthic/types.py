@@ -2,10 +2,10 @@
 
 import math
 from array import array
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from benthic.errors import BadField, BenthicError, TokenOutOfRange
 
@@ -95,19 +95,12 @@ class SamplingParams:
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if count is not None:
                 _integer(name, count, 0, MAX_LOGPROBS if vocab_size is None else min(MAX_LOGPROBS, vocab_size))
-        if not isinstance(self.ignore_eos, bool):
-            raise BadField("ignore_eos", self.ignore_eos, "true or false")
-        if isinstance(self.stop, str) or len(self.stop) > MAX_STOP_STRINGS:
-            raise BadField("stop", self.stop, f"a tuple of at most {MAX_STOP_STRINGS} strings")
-        for i, text in enumerate(self.stop):
-            if not isinstance(text, str) or not 0 < len(text.encode(errors="replace")) <= MAX_STOP_BYTES:
-                raise BadField(f"stop[{i}]", text, f"a string of 1 to {MAX_STOP_BYTES} bytes")
+        _flag("ignore_eos", self.ignore_eos)
+        _stop_strings(self.stop)
         _token_ids("allowed_ids", self.allowed_ids, vocab_size)
         _token_ids("banned_ids", self.banned_ids, vocab_size)
         _token_ids("stop_ids", self.stop_ids, vocab_size)
-        _token_ids("logit_bias", (token for token, _ in self.logit_bias), vocab_size)
-        for token, bias in self.logit_bias:
-            _number(f"logit_bias[{token}]", bias, "a number in [-100, 100]", -100, 100)
+        _biases(self.logit_bias, vocab_size)
 
 
 MAX_LOGPROBS = 1000  # most alternatives listed beside one token
@@ -130,13 +123,47 @@ def _integer(field: str, value: object, low: int, high: int) -> None:
         raise BadField(field, value, f"an integer in [{low}, {high}]")
 
 
-def _token_ids(field: str, ids: Iterable[int], vocab_size: int | None) -> None:
+def _flag(field: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise BadField(field, value, "true or false")
+
+
+def _sequence(field: str, value: object, want: str) -> Sequence[object]:
+    if not isinstance(value, tuple | list):
+        raise BadField(field, value, want)
+    return cast(Sequence[object], value)
+
+
+def _stop_strings(value: object) -> None:
+    stops = _sequence("stop", value, "a tuple of strings")
+    if len(stops) > MAX_STOP_STRINGS:
+        raise BadField("stop", f"{len(stops)} strings", f"at most {MAX_STOP_STRINGS}")
+    for i, text in enumerate(stops):
+        if not isinstance(text, str) or not 0 < len(text.encode(errors="replace")) <= MAX_STOP_BYTES:
+            raise BadField(f"stop[{i}]", text, f"a string of 1 to {MAX_STOP_BYTES} bytes")
+
+
+def _token_id(field: str, token: object, vocab_size: int | None) -> None:
+    if isinstance(token, bool) or not isinstance(token, int):
+        raise BadField(field, token, "an integer token id")
     limit = _INT32_MAX if vocab_size is None else vocab_size
-    for i, token in enumerate(ids):
-        if isinstance(token, bool) or not isinstance(token, int):
-            raise BadField(f"{field}[{i}]", token, "an integer token id")
-        if not 0 <= token < limit:
-            raise TokenOutOfRange(f"{field}[{i}]", token, limit)
+    if not 0 <= token < limit:
+        raise TokenOutOfRange(field, token, limit)
+
+
+def _token_ids(field: str, value: object, vocab_size: int | None) -> None:
+    for i, token in enumerate(_sequence(field, value, "a tuple of token ids")):
+        _token_id(f"{field}[{i}]", token, vocab_size)
+
+
+def _biases(value: object, vocab_size: int | None) -> None:
+    want = "a tuple of pairs (token id, bias)"
+    for i, entry in enumerate(_sequence("logit_bias", value, want)):
+        pair = _sequence(f"logit_bias[{i}]", entry, "a pair (token id, bias)")
+        if len(pair) != 2:
+            raise BadField(f"logit_bias[{i}]", entry, "a pair (token id, bias)")
+        _token_id(f"logit_bias[{i}]", pair[0], vocab_size)
+        _number(f"logit_bias[{i}]", pair[1], "a bias in [-100, 100]", -100, 100)
 
 
 @dataclass(slots=True)
@@ -224,9 +251,15 @@ class StepResult:
     """What a step decided. `tokens`, `failures` and `logprobs` have one entry for each of the plan's draws."""
 
     tokens: list[int]
-    failures: dict[int, BenthicError] = field(default_factory=dict)  # index of the draw -> why it yields no token
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # index of the draw -> what was asked for
-    scores: dict[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)  # index of the chunk -> prompt rows
+    failures: dict[int, BenthicError] = field(
+        default_factory=dict[int, BenthicError]
+    )  # index of the draw -> why it yields no token
+    logprobs: dict[int, TokenLogprobs] = field(
+        default_factory=dict[int, TokenLogprobs]
+    )  # index of the draw -> what was asked for
+    scores: dict[int, tuple[TokenLogprobs, ...]] = field(
+        default_factory=dict[int, tuple[TokenLogprobs, ...]]
+    )  # index of the chunk -> prompt rows
 
 
 class Usage(NamedTuple):

@@ -11,7 +11,7 @@ class Lease:
     """What one running sequence holds: a state slot, and blocks for `capacity` positions."""
 
     slot: int
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list[int])
     table: tuple[int, ...] = ()  # the same blocks, as steps carry them
     capacity: int = 0  # positions
 

@@ -22,8 +22,15 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 from benthic.cache.manager import CacheManager, Lease
-from benthic.errors import BadField, BenthicError, CapacityError, EmptyPrompt, PromptTooLong, RequestError
-from benthic.errors import TokenOutOfRange
+from benthic.errors import (
+    BadField,
+    BenthicError,
+    CapacityError,
+    EmptyPrompt,
+    PromptTooLong,
+    RequestError,
+    TokenOutOfRange,
+)
 from benthic.types import (
     Abort,
     Chunk,
@@ -176,10 +183,8 @@ class Scheduler:
                 self.check(message)
             except RequestError as error:
                 usage = Usage(len(message.prompt), 0)
-                branches = message.params.n if isinstance(message.params.n, int) else 1
-                self._events += [
-                    TokenEvent(message.id, i, error=error, usage=usage) for i in range(max(1, min(branches, 128)))
-                ]
+                branches = message.params.n if message.params.n in range(1, 129) else 1
+                self._events += [TokenEvent(message.id, i, error=error, usage=usage) for i in range(branches)]
                 continue
             self._enqueue(message)
 
@@ -232,7 +237,7 @@ class Scheduler:
                 self._release(b)
                 continue
             b.computed += len(chunk.tokens)
-            prompt_logprobs = scores[i] if i in scores else ()
+            prompt_logprobs = scores.get(i, ())
             b.scored += len(prompt_logprobs)
             if not chunk.sample:
                 if prompt_logprobs:

@@ -9,9 +9,9 @@ R rows, V vocabulary. The order of operations, top to bottom of this file:
 Penalties and masks come first since they change what the model is taken to say; temperature before the filters, so that
 top-p and min-p cut the distribution that is drawn from; top-k before top-p as most clients expect. Min-p commutes.
 
-Probabilities become integers, 2^40 for the best token, and everything that sums them sums integers: the outcome does not
-depend on the order of a reduction, so not on batch, row order or thread count. A token below 2^-40 of the best token's
-probability is never drawn. Source: engine specification, sections 7.1 and 7.2.
+Probabilities become integers, 2^40 for the best token, and everything that sums them sums integers: the outcome does
+not depend on the order of a reduction, so not on batch, row order or thread count. A token below 2^-40 of the best
+token's probability is never drawn. Source: engine specification, sections 7.1 and 7.2.
 """
 
 from collections.abc import Sequence

@@ -1,0 +1,97 @@
+"""The heartbeat: receive, plan, run, commit, emit. One step at a time; the caller decides when."""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import NamedTuple, Protocol
+
+from benthic.engine.scheduler import Scheduler
+from benthic.types import Abort, Request, StepPlan, StepResult, TokenEvent
+
+_STEPS_KEPT = 4096
+
+
+class Inbox:
+    """Messages that wait for the next step, in order of arrival."""
+
+    def __init__(self) -> None:
+        self._messages: deque[Request | Abort] = deque()
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def put(self, message: Request | Abort) -> None:
+        self._messages.append(message)
+
+    def drain(self) -> list[Request | Abort]:
+        messages = list(self._messages)
+        self._messages.clear()
+        return messages
+
+
+class Outbox:
+    """Events that the caller has not taken yet."""
+
+    def __init__(self) -> None:
+        self._events: list[TokenEvent] = []
+
+    def send(self, events: list[TokenEvent]) -> None:
+        self._events += events
+
+    def take(self) -> list[TokenEvent]:
+        events, self._events = self._events, []
+        return events
+
+
+class Runs(Protocol):
+    """What computes a plan: `runner.Runner`, or a scripted stand-in."""
+
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+
+class StepTimes(NamedTuple):
+    """Where one step's time went, seconds; how large it was."""
+
+    requests: int
+    tokens: int
+    plan: float
+    run: float
+    commit: float
+
+
+class Loop:
+    """The synchronous loop."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runs):
+        self.scheduler, self.runner = scheduler, runner
+        self.inbox, self.outbox = Inbox(), Outbox()
+        self.times: deque[StepTimes] = deque(maxlen=_STEPS_KEPT)  # the last steps, newest last
+
+    @property
+    def busy(self) -> bool:
+        """Would a step do anything?"""
+        return bool(len(self.inbox) or self.scheduler.unfinished or self.scheduler.has_news)
+
+    def step(self) -> None:
+        """One step. If the runner raises, the step's sequences wait to be computed again and the error goes on."""
+        begun = perf_counter()
+        self.scheduler.admit(self.inbox.drain())
+        plan = self.scheduler.plan()
+        planned = perf_counter()
+        with self._discard_on_error(plan):
+            result = self.runner.run(plan)
+        ran = perf_counter()
+        self.outbox.send(self.scheduler.commit(plan, result))
+        done = perf_counter()
+        self.times.append(StepTimes(len(plan.chunks), plan.tokens, planned - begun, ran - planned, done - ran))
+
+    @contextmanager
+    def _discard_on_error(self, plan: StepPlan) -> Iterator[None]:
+        ran = False
+        try:
+            yield
+            ran = True
+        finally:
+            if not ran:
+                self.scheduler.discard(plan)
