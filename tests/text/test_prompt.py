@@ -1,0 +1,347 @@
+"""Prompt encoding against the facts of the conversation format. Expected texts are built from spellings, not copied."""
+
+import ast
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import deepseek_recipe
+import pytest
+
+from benthic.errors import BadField, BadMessages
+from benthic.testing.tokenizers import build_tokenizer
+from benthic.text import prompt as prompt_module
+from benthic.text import reply as reply_module
+from benthic.text.prompt import EFFORTS, ChatEncoder, Prompt, Start
+from benthic.text.tokenizer import SPECIALS, Tokenizer
+
+B, E, S, U, A = (SPECIALS[name].spelling for name in ("bos", "eos", "system", "user", "assistant"))
+THINK, DONE, DSML = (SPECIALS[name].spelling for name in ("think_open", "think_close", "dsml"))
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "tells the weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def call(arguments: str, name: str = "weather", id: str = "c1") -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> ChatEncoder:
+    return ChatEncoder(build_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(encoder: ChatEncoder) -> Tokenizer:
+    return encoder.tokenizer
+
+
+def text_of(tokenizer: Tokenizer, prompt: Prompt) -> str:
+    return tokenizer.decode(prompt.ids)
+
+
+# Layout of turns
+
+
+def test_one_user_turn_without_thinking(encoder: ChatEncoder, tokenizer: Tokenizer) -> None:
+    prompt = encoder.encode([user("Hi there")])
+    ids = tokenizer.special_ids
+    expected = [ids["bos"], ids["user"], *tokenizer.encode("Hi there", bos=False), ids["assistant"], ids["think_close"]]
+    assert list(prompt.ids) == expected
+    assert (prompt.thinking, prompt.start, prompt.constraint) == (False, Start.CONTENT, None)
+
+
+@pytest.mark.parametrize("effort", [*EFFORTS, None])
+def test_thinking_header_and_effort(encoder: ChatEncoder, tokenizer: Tokenizer, effort: str | None) -> None:
+    prompt = encoder.encode([user("Hi")], thinking=True, effort=effort)
+    text = text_of(tokenizer, prompt)
+    if effort == "none":
+        assert (text, prompt.thinking) == (f"{B}{U}Hi{A}{DONE}", False)
+        return
+    number = {"minimal": 50, "low": 50, "max": 100, "ultra": 100}.get(effort or "high", 75)
+    assert text.startswith(f"{B}{S}Reasoning Effort: {number} (")
+    assert text.endswith(f")\n\n{U}Hi{A}{THINK}")
+    assert (prompt.thinking, prompt.start) == (True, Start.REASONING)
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_system_message(encoder: ChatEncoder, tokenizer: Tokenizer, role: str) -> None:
+    messages = [{"role": role, "content": "Be brief."}, user("Hi")]
+    assert text_of(tokenizer, encoder.encode(messages)) == f"{B}{S}Be brief.{U}Hi{A}{DONE}"
+    text = text_of(tokenizer, encoder.encode(messages, thinking=True))
+    assert text.startswith(f"{B}{S}Reasoning Effort: 75 (")
+    assert text.endswith(f")\n\nBe brief.{U}Hi{A}{THINK}")
+
+
+def test_multi_turn(encoder: ChatEncoder, tokenizer: Tokenizer) -> None:
+    messages = [user("a"), assistant("b", reasoning_content="why"), user("c"), user("d")]
+    assert text_of(tokenizer, encoder.encode(messages)) == f"{B}{U}a{A}{DONE}b{E}{U}c\n\nd{A}{DONE}"
+    thinking = text_of(tokenizer, encoder.encode(messages, thinking=True))
+    assert thinking.endswith(f"{U}a{A}{DONE}b{E}{U}c\n\nd{A}{THINK}")  # reasoning before the last user turn is dropped
+    with_tools = text_of(tokenizer, encoder.encode(messages, thinking=True, tools=[TOOL]))
+    assert with_tools.endswith(f"{U}a{A}{THINK}why{DONE}b{E}{U}c\n\nd{A}{THINK}")  # with tools all of it stays
+
+
+def test_history_that_ends_with_an_answer_opens_a_new_turn(encoder: ChatEncoder, tokenizer: Tokenizer) -> None:
+    assert text_of(tokenizer, encoder.encode([user("a"), assistant("b")])) == f"{B}{U}a{A}{DONE}b{E}{A}{DONE}"
+
+
+def test_prefix_continues_the_answer_or_the_thinking(encoder: ChatEncoder, tokenizer: Tokenizer) -> None:
+    prompt = encoder.encode([user("a"), assistant("b", prefix=True)])
+    assert (text_of(tokenizer, prompt), prompt.start) == (f"{B}{U}a{A}{DONE}b", Start.CONTENT)
+    prompt = encoder.encode([user("a"), assistant("b", reasoning_content="r", prefix=True)], thinking=True)
+    assert (text_of(tokenizer, prompt)[-20:], prompt.start) == (f"{A}{THINK}r{DONE}b"[-20:], Start.CONTENT)
+    prompt = encoder.encode([user("a"), assistant("", reasoning_content="r", prefix=True)], thinking=True)
+    assert (text_of(tokenizer, prompt)[-8:], prompt.start) == (f"{THINK}r", Start.REASONING)
+
+
+def test_reminder_and_parts(encoder: ChatEncoder, tokenizer: Tokenizer) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "user", "content": parts}, {"role": "latest_reminder", "content": "r"}]
+    reminder = SPECIALS["reminder"].spelling
+    assert text_of(tokenizer, encoder.encode(messages)) == f"{B}{U}a\n\nb{reminder}r{A}{DONE}"
+
+
+# Tools and response formats
+
+
+def test_tools_section_and_calls(encoder: ChatEncoder, tokenizer: Tokenizer) -> None:
+    messages = [
+        user("Paris?"),
+        assistant("", reasoning_content="look", tool_calls=[call('{"city": "Paris", "days": 2}')]),
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+    ]
+    prompt = encoder.encode(messages, thinking=True, tools=[TOOL])
+    text = text_of(tokenizer, prompt)
+    assert text.count("## Tools") == 1
+    schema = '{"type": "object", "properties": {"city": {"type": "string"}}}'
+    assert f'{{"name": "weather", "description": "tells the weather", "parameters": {schema}}}' in text
+    calls = (
+        f'\n\n<{DSML} calls>\n<{DSML} invoke name="weather">\n'
+        f'<{DSML} parameter name="city" string="true">Paris</{DSML} parameter>\n'
+        f'<{DSML} parameter name="days" string="false">2</{DSML} parameter>\n'
+        f"</{DSML} invoke>\n</{DSML} calls>"
+    )
+    result = "<tool_result>sunny</tool_result>"
+    assert text.endswith(f"{U}Paris?{A}{THINK}look{DONE}{calls}{E}{U}{result}{A}{THINK}")
+    assert prompt.constraint is not None
+    assert prompt.constraint.kind == "tool_call"
+
+
+def test_tool_results_stand_in_the_order_of_the_calls(encoder: ChatEncoder, tokenizer: Tokenizer) -> None:
+    messages = [
+        user("x"),
+        assistant("", tool_calls=[call("{}", id="c1"), call("{}", id="c2")]),
+        {"role": "tool", "tool_call_id": "c2", "content": "two"},
+        {"role": "tool", "tool_call_id": "c1", "content": "one"},
+    ]
+    text = text_of(tokenizer, encoder.encode(messages, tools=[TOOL]))
+    assert text.endswith(f"{U}<tool_result>one</tool_result>\n\n<tool_result>two</tool_result>{A}{DONE}")
+
+
+def test_reasoning_of_a_tool_turn_without_declared_tools_is_dropped(encoder: ChatEncoder, tokenizer: Tokenizer) -> None:
+    """Where the package and the model's own encoder differ; a new version of the package that changes it shows here."""
+    messages = [
+        user("x"),
+        assistant("", reasoning_content="why", tool_calls=[call("{}")]),
+        {"role": "tool", "tool_call_id": "c1", "content": "r"},
+    ]
+    text = text_of(tokenizer, encoder.encode(messages, thinking=True))
+    assert f"{A}{DONE}\n\n<{DSML} calls>" in text
+    assert "why" not in text
+
+
+def test_required_tool_choice_opens_the_block(encoder: ChatEncoder, tokenizer: Tokenizer) -> None:
+    prompt = encoder.encode([user("x")], tools=[TOOL], tool_choice="required")
+    assert text_of(tokenizer, prompt).endswith(f"{A}{DONE}\n\n<{DSML} calls>\n")
+    assert prompt.start is Start.TOOL_CALLS
+    assert prompt.constraint is not None
+    assert prompt.constraint.kind == "tool_call_required"
+    without = encoder.encode([user("x")], tools=[TOOL], tool_choice="none")
+    assert text_of(tokenizer, without) == f"{B}{U}x{A}{DONE}"
+
+
+def test_response_formats(encoder: ChatEncoder, tokenizer: Tokenizer) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    prompt = encoder.encode([user("as JSON")], response_format=wanted)
+    text = text_of(tokenizer, prompt)
+    assert text.startswith(f"{B}{S}\n\n## Response Format")
+    assert '{"type": "object", "properties": {"n": {"type": "integer"}}}' + f"{U}as JSON" in text
+    assert prompt.constraint is not None
+    assert (prompt.constraint.kind, "integer" in prompt.constraint.schema) == ("json", True)
+    prompt = encoder.encode([user("as JSON")], response_format={"type": "json_object"})
+    assert '{"type": "json_object"}' + U in text_of(tokenizer, prompt)
+    plain = encoder.encode([user("x")], response_format={"type": "text"})
+    assert plain.ids == encoder.encode([user("x")]).ids
+
+
+# User text cannot become control
+
+
+def everywhere(text: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """A conversation with `text` in every place a caller can write to."""
+    schema = {"type": "object", "properties": {f"k{text}": {"type": "string", "description": text}}}
+    tool = {"type": "function", "function": {"name": "weather", "description": text, "parameters": schema}}
+    arguments = json.dumps({f"k{text}": text, "n": [text]})
+    messages = [
+        {"role": "system", "content": f"s{text}"},
+        user(f"{text}u{text}"),
+        assistant(f"a{text}", reasoning_content=f"r{text}", tool_calls=[call(arguments)]),
+        {"role": "tool", "tool_call_id": "c1", "content": f"t{text}"},
+        {"role": "latest_reminder", "content": text},
+        {"role": "user", "content": [{"type": "text", "text": text}]},
+    ]
+    return messages, {"tools": [tool], "thinking": True}
+
+
+GROUNDING = [name for name in SPECIALS if name.split("_")[0] in ("ref", "box", "point", "polygon")]
+
+
+@pytest.mark.parametrize("name", [name for name in SPECIALS if name not in GROUNDING])
+def test_no_spelling_in_any_place_becomes_control(encoder: ChatEncoder, tokenizer: Tokenizer, name: str) -> None:
+    added = set(tokenizer.added_ids.values())
+
+    def control(text: str) -> list[int]:
+        messages, options = everywhere(text)
+        return [id for id in encoder.encode(messages, **options).ids if id in added]
+
+    assert control(SPECIALS[name].spelling) == control("x")
+    assert len(control("x")) > 10
+
+
+@pytest.mark.parametrize("name", GROUNDING)
+def test_grounding_spellings_are_tokens_only_in_answers(encoder: ChatEncoder, tokenizer: Tokenizer, name: str) -> None:
+    spelling, id = SPECIALS[name].spelling, tokenizer.special_ids[name]
+    assert id not in encoder.encode([{"role": "system", "content": spelling}, user(spelling)]).ids
+    assert id in encoder.encode([user("x"), assistant(spelling), user("y")]).ids
+
+
+# Faults
+
+
+@pytest.mark.parametrize(
+    ("messages", "where"),
+    [
+        ([], "messages: "),
+        ("hello", "messages: "),
+        ({"role": "user"}, "messages: "),
+        (["hello"], r"messages\[0\]: "),
+        ([{"role": "bot", "content": "x"}], r"messages\[0\]\.role: .*'bot'"),
+        ([{"content": "x"}], r"messages\[0\]\.role"),
+        ([{"role": "user", "content": "x"}, {"role": "user"}], r"messages\[1\]\.content: is missing"),
+        ([{"role": "user", "content": 3}], r"messages\[0\]\.content: is int"),
+        ([{"role": "user", "content": [{"type": "sound"}]}], "conversation: "),
+        ([{"role": "user", "content": "\ud800"}], "conversation: "),
+        ([{"role": "tool", "content": "x"}], "conversation: "),
+        ([user("x"), {"role": "assistant", "content": "", "tool_calls": [{"id": object()}]}], "conversation: "),
+    ],
+)
+def test_bad_messages(encoder: ChatEncoder, messages: Any, where: str) -> None:
+    with pytest.raises(BadMessages, match=where):
+        encoder.encode(messages)
+
+
+def test_images_are_refused(encoder: ChatEncoder) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    with pytest.raises(BadMessages, match=r"messages\[1\]\.content: holds an image"):
+        encoder.encode([user("x"), {"role": "user", "content": [image]}])
+
+
+def test_bad_options(encoder: ChatEncoder) -> None:
+    with pytest.raises(BadField, match="effort is 'huge'"):
+        encoder.encode([user("x")], thinking=True, effort="huge")
+    with pytest.raises(BadField, match="effort is 'high'"):
+        encoder.encode([user("x")], effort="high")
+    for options in (
+        {"tools": [{"type": "function"}]},
+        {"tool_choice": "sometimes"},
+        {"response_format": {"type": "x"}},
+    ):
+        with pytest.raises(BadMessages):
+            encoder.encode([user("x")], **options)
+
+
+# The package
+
+
+def names_used(path: Path) -> set[str]:
+    """Attributes read from the module that is imported as `recipe`, and what they are read for in turn."""
+    tree = ast.parse(path.read_text())
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            dotted, inner = node.attr, node.value
+            while isinstance(inner, ast.Attribute):
+                dotted, inner = f"{inner.attr}.{dotted}", inner.value
+            if isinstance(inner, ast.Name) and inner.id == "recipe":
+                found.add(dotted)
+    return found
+
+
+CONTRACT: Mapping[str, Callable[[], object]] = {
+    "Tokenizer": lambda: deepseek_recipe.Tokenizer.from_str,
+    "Tokenizer.from_file": lambda: deepseek_recipe.Tokenizer.from_file,
+    "DeepseekV41Encoding": lambda: deepseek_recipe.DeepseekV41Encoding().with_tokenizer,
+    "ConversationRequest": lambda: (
+        deepseek_recipe.ConversationRequest.conversation,
+        deepseek_recipe.ConversationRequest.parsing_options,
+        deepseek_recipe.ConversationRequest.inference_options,
+    ),
+    "ChatCompletionRequest": lambda: deepseek_recipe.ChatCompletionRequest.convert,
+    "ChatCompletionRequest.chunk_generator": lambda: deepseek_recipe.ChatCompletionRequest.chunk_generator,
+    "ConversionOptions": lambda: deepseek_recipe.ConversionOptions(),
+    "ConversionError": lambda: deepseek_recipe.ConversionError,
+    "ParsingOptions": lambda: (
+        deepseek_recipe.ParsingOptions().starts_in_tool_calls,
+        deepseek_recipe.ParsingOptions().thinking_initial_stage,
+        deepseek_recipe.ThinkingInitialStage.ReasoningStart.starts_in_reasoning(),
+    ),
+    "StreamProcessor": lambda: (
+        deepseek_recipe.StreamProcessor.push,
+        deepseek_recipe.StreamProcessor.finish,
+        deepseek_recipe.StreamProcessor.finished,
+    ),
+    "InferenceChunk.ready": lambda: deepseek_recipe.InferenceChunk.ready(),
+    "InferenceChunk.tokens": lambda: deepseek_recipe.InferenceChunk.tokens([1]),
+    "InferenceChunk.finish": lambda: deepseek_recipe.InferenceChunk.finish(deepseek_recipe.InferenceFinishReason.Stop),
+    "InferenceChunk": lambda: deepseek_recipe.InferenceChunk,
+    "InferenceFinishReason": lambda: (
+        deepseek_recipe.InferenceFinishReason.Stop,
+        deepseek_recipe.InferenceFinishReason.Length,
+    ),
+}
+
+
+def test_every_name_used_is_in_the_contract() -> None:
+    used = names_used(Path(prompt_module.__file__)) | names_used(Path(reply_module.__file__))
+    assert used == set(CONTRACT)
+    for name, probe in CONTRACT.items():
+        assert probe() is not None, name
+    assert deepseek_recipe.__version__ == "0.2.0"
+
+
+def test_nobody_else_uses_the_package() -> None:
+    root = Path(prompt_module.__file__).parents[1]
+    users = {
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        if re.search(r"^\s*(import|from) deepseek_recipe", path.read_text(), re.MULTILINE)
+    }
+    users -= {"train/data.py"}  # renders training rows, which end where no prompt ends
+    assert users == {"text/prompt.py", "text/reply.py"}
