@@ -222,6 +222,24 @@ class BadConfigJSON(CheckpointError):
         super().__init__(f"{path} is not valid JSON: {detail}")
 
 
+class CheckpointExists(CheckpointError):
+    """A checkpoint is to be written where something already is."""
+
+    code, exit_code = "checkpoint_exists", 2
+
+    def __init__(self, path: object):
+        super().__init__(f"{path} already exists; remove it or choose another folder")
+
+
+class CheckpointNotWritten(CheckpointError):
+    """The disk refused a checkpoint; nothing of it stays behind."""
+
+    code = "checkpoint_not_written"
+
+    def __init__(self, path: object, detail: str):
+        super().__init__(f"cannot write the checkpoint {path}: {detail}; free space or choose another folder")
+
+
 class BadTokenizer(CheckpointError):
     """The tokenizer file is not readable, or lacks a token the prompt format needs."""
 

@@ -665,7 +665,7 @@ def _is_prime(n: int) -> bool:
 def engram_tables(config: ModelConfig) -> tuple[EngramTable, ...]:
     """Multipliers, bucket primes and row offsets, in the order of `engram_layer_ids`."""
     t = config.text
-    return _engram_tables(
+    return engram_constants(
         t.engram_layer_ids,
         t.engram_max_ngram_size,
         t.engram_n_heads,
@@ -675,9 +675,13 @@ def engram_tables(config: ModelConfig) -> tuple[EngramTable, ...]:
 
 
 @cache
-def _engram_tables(
+def engram_constants(
     layers: tuple[int, ...], max_ngram: int, heads: int, first: int, vocab: int
 ) -> tuple[EngramTable, ...]:
+    """The tables of a configuration to be: `engram_num_embeddings` must list their rows.
+
+    first: engram_vocab_size, where the prime search starts; vocab: engram_compressed_vocab_size.
+    """
     taken: set[int] = set()
     tables: list[EngramTable] = []
     bound = (2**63 - 1) // vocab // 2
@@ -813,7 +817,8 @@ def _drafter(config: ModelConfig) -> _Named:
 
 def _vision(v: VisionConfig, d: int) -> _Named:
     def bf16(name: str, *shape: int) -> tuple[str, TensorSpec]:
-        return name, TensorSpec(shape, "BF16", f"vision.{'tower' if name.startswith('vision') else 'aligner'}")
+        part = {"vision": "tower", "aligner": "aligner"}.get(name.partition(".")[0], "delimiters")
+        return name, TensorSpec(shape, "BF16", f"vision.{part}")
 
     w = v.hidden_size
     yield bf16("image_start", d)
