@@ -1,0 +1,198 @@
+"""`benthic doctor`: what this machine can run, and why not. Each finding is one line, with a remedy where one helps.
+
+It loads no weights. Exit code 0: Benthic can generate text here; 1: something it needs is missing.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from importlib import metadata, util
+from pathlib import Path
+
+import benthic
+from benthic import config
+from benthic.errors import BenthicError
+
+GIB = 1 << 30
+
+
+class Status(StrEnum):
+    OK = "ok"
+    ABSENT = "absent"  # optional and not there
+    SLOW = "slow"  # works, but slower than it could
+    FAILED = "failed"  # Benthic cannot run without
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    config.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    settings = config.from_arguments(args)
+    findings = examine(settings)
+    able = all(finding.status is not Status.FAILED for finding in findings)
+    if args.json:
+        body = {"version": benthic.__version__, "able": able, "findings": [asdict(finding) for finding in findings]}
+        print(json.dumps(body, ensure_ascii=False))
+    else:
+        for finding in findings:
+            remedy = f"; {finding.remedy}" if finding.remedy else ""
+            print(f"{finding.status:<7} {finding.name:<9} {finding.detail}{remedy}")
+        print("Benthic can run here." if able else "Benthic cannot run here until the lines marked failed are mended.")
+    return 0 if able else 1
+
+
+def examine(settings: config.Config) -> list[Finding]:
+    """All findings, in the order in which one rests on another."""
+    torch_found = _torch()
+    found = [_python(), *_packages(), torch_found, _cpu(), _memory(), _compiler(settings.cpu.compiler)]
+    if torch_found.status is not Status.FAILED:
+        found += [_native(settings), _gpu()]
+    return [*found, _triton(), _model(settings.model)]
+
+
+def _python() -> Finding:
+    return Finding("python", Status.OK, f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+
+
+def _packages() -> Iterable[Finding]:
+    """What Benthic needs at run time, torch apart, from the package's own metadata."""
+    found: list[str] = []
+    for requirement in metadata.requires("benthic") or []:
+        if "extra ==" in requirement:
+            continue
+        name = requirement.split(";")[0].split("=")[0].split(">")[0].split("<")[0].strip()
+        exact = requirement.split("==")[1].strip() if "==" in requirement else None
+        if name == "torch":
+            continue
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield Finding(name, Status.FAILED, "not installed", f"pip install '{requirement}'")
+            continue
+        if exact is not None and version != exact:
+            yield Finding(name, Status.FAILED, f"{version}, but {exact} is needed", f"pip install '{requirement}'")
+        found.append(f"{name} {version}")
+    yield Finding("packages", Status.OK, ", ".join(found))
+
+
+def _torch() -> Finding:
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return Finding("torch", Status.FAILED, f"cannot be imported: {error}", "pip install 'torch>=2.11'")
+    version = str(torch.__version__)
+    release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if release < (2, 11):
+        return Finding("torch", Status.FAILED, version, "pip install 'torch>=2.11'")
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    return Finding("torch", Status.OK, f"{version}, {build}, {torch.get_num_threads()} threads")
+
+
+def _cpu() -> Finding:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    flags = _cpu_flags()
+    known = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
+    here = [flag for flag in known if flag in flags]
+    detail = f"{cores} cores, {' '.join(here) or 'no vector extensions known to Benthic'}"
+    if not {"avx512_bf16", "amx_bf16", "bf16"} & flags:
+        return Finding("cpu", Status.SLOW, detail, "no bfloat16 instructions, products run through float32")
+    return Finding("cpu", Status.OK, detail)
+
+
+def _cpu_flags() -> frozenset[str]:
+    """Instruction set extensions as the kernel names them; empty where it does not say."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return frozenset(next((line.split(":")[1] for line in lines if line.startswith(("flags", "Features"))), "").split())
+
+
+def _memory() -> Finding:
+    total, free = memory_bytes()
+    detail = f"{free / GIB:.1f} GiB free of {total / GIB:.1f}"
+    if free < 2 * GIB:
+        return Finding("memory", Status.SLOW, detail, "the packaged model wants 2 GiB; close other programs")
+    return Finding("memory", Status.OK, detail)
+
+
+def memory_bytes() -> tuple[int, int]:
+    """(total, free) of what this process may use: the machine's memory, or its control group's limit if lower."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    total, free = page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
+    info = Path("/proc/meminfo")
+    if info.exists():
+        rows = dict(line.split(":", 1) for line in info.read_text().splitlines())
+        free = int(rows["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        total = min(total, int(text))
+        free = min(free, int(text) - int(used.read_text()))
+    return total, max(free, 0)
+
+
+def _compiler(command: str) -> Finding:
+    path = shutil.which(command)
+    if path is None:
+        return Finding(
+            "compiler",
+            Status.SLOW,
+            f"no C compiler {command!r}",
+            "install gcc or clang, or name one in cpu.compiler; without it the kernels run in plain torch",
+        )
+    done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
+    return Finding("compiler", Status.OK, (done.stdout or done.stderr).strip().splitlines()[0])
+
+
+def _gpu() -> Finding:
+    import torch
+
+    if not torch.cuda.is_available():
+        if torch.version.cuda is None:
+            return Finding(
+                "gpu", Status.ABSENT, "this torch is a CPU build", "for a GPU, install a CUDA build of torch"
+            )
+        return Finding("gpu", Status.ABSENT, "no CUDA device found", "check the driver with nvidia-smi")
+    cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    detail = ", ".join(f"{card.name} {card.total_memory / GIB:.0f} GiB sm_{card.major}{card.minor}" for card in cards)
+    if all((card.major, card.minor) < (9, 0) for card in cards):
+        return Finding("gpu", Status.SLOW, detail, "older than Hopper (sm_90): plain torch runs, kernels are not tuned")
+    return Finding("gpu", Status.OK, detail)
+
+
+def _triton() -> Finding:
+    if util.find_spec("triton") is None:
+        return Finding("triton", Status.ABSENT, "not installed", "only GPUs need it: pip install 'benthic[gpu]'")
+    return Finding("triton", Status.OK, metadata.version("triton"))
+
+
+def _model(name: str) -> Finding:
+    from benthic.models import registry
+
+    try:
+        folder = registry.model_dir(name)
+    except BenthicError as error:
+        return Finding("model", Status.FAILED, str(error), "give --model a checkpoint folder")
+    missing = [file for file in ("config.json", "tokenizer.json") if not (folder / file).is_file()]
+    shards = sorted(folder.glob("*.safetensors"))
+    if missing or not shards:
+        lacking = ", ".join(missing or ["*.safetensors"])
+        return Finding(
+            "model", Status.FAILED, f"{name} lacks {lacking}", "reinstall Benthic or copy the checkpoint again"
+        )
+    size = sum(shard.stat().st_size for shard in shards)
+    return Finding("model", Status.OK, f"{name}, {size / 1e6:.1f} MB in {len(shards)} files")

@@ -1,0 +1,35 @@
+"""Shared by all tests: fixed seeds, one compute thread, markers for hardware that is not there."""
+
+import random
+import sys
+
+import numpy as np
+import pytest
+
+SEED = 20260101
+
+
+def pytest_report_header() -> str:
+    return f"benthic: seed {SEED} before each test"
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    random.seed(SEED)
+    np.random.seed(SEED)
+    if "torch" in sys.modules:  # a test of the part without torch must not load it
+        sys.modules["torch"].manual_seed(SEED)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Without the hardware a marked test is skipped, with the reason."""
+    wanted = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("multigpu")]
+    if not wanted:
+        return
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in wanted:
+        need = 2 if item.get_closest_marker("multigpu") else 1
+        if count < need:
+            item.add_marker(pytest.mark.skip(reason=f"needs {need} CUDA devices, {count} are here"))
