@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from importlib import metadata, util
+from importlib import import_module, metadata, util
 from pathlib import Path
 
 import benthic
@@ -156,6 +156,21 @@ def _compiler(command: str) -> Finding:
         )
     done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False)
     return Finding("compiler", Status.OK, (done.stdout or done.stderr).strip().splitlines()[0])
+
+
+def _native(settings: config.Config) -> Finding:
+    """Builds the C kernels if that was not done before, as the first request would."""
+    from benthic.kernels import backends
+
+    if settings.cpu.native == "off":
+        return Finding("native", Status.SLOW, "switched off", "set cpu.native to auto")
+    modules = {path: import_module(path) for devices in backends.TABLE.values() if (path := devices.get("cpu"))}
+    ready = {path for path, module in modules.items() if module.available()}
+    ops = [op for op, devices in backends.TABLE.items() if devices.get("cpu") in ready]
+    detail = f"{len(ops)} of {len(backends.TABLE)} ops have a C kernel on this CPU"
+    if not ops:
+        return Finding("native", Status.SLOW, detail, "a working C compiler makes decoding several times faster")
+    return Finding("native", Status.OK, detail)
 
 
 def _gpu() -> Finding:
