@@ -453,7 +453,7 @@ class NonFiniteLogits(EngineError):
     def __init__(self, request: int, position: int):
         super().__init__(
             f"request {request}: the logits at position {position} are not finite; "
-            "the weights may be damaged, `benthic doctor` checks the packaged ones"
+            "the weights may be damaged, copy the checkpoint again"
         )
 
 

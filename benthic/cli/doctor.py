@@ -169,7 +169,7 @@ def _native(settings: config.Config) -> Finding:
     ops = [op for op, devices in backends.TABLE.items() if devices.get("cpu") in ready]
     detail = f"{len(ops)} of {len(backends.TABLE)} ops have a C kernel on this CPU"
     if not ops:
-        return Finding("native", Status.SLOW, detail, "a working C compiler makes decoding several times faster")
+        return Finding("native", Status.SLOW, detail, "all others run in plain torch, which is slower; install a C compiler")
     return Finding("native", Status.OK, detail)
 
 
