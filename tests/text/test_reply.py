@@ -139,6 +139,11 @@ def test_end_of_a_block_inside_an_argument_is_not_the_end(encoder: ChatEncoder) 
     reply.push(ids[at:])
     assert reply.finished
     assert [call.name for call in reply.message.tool_calls] == ["weather", "other"]
+    whole = parser(encoder, tools=[TOOL])
+    whole.push([*ids[:at], *ids_of(tokenizer, "</", "dsml", " calls>"), *ids[at:]])
+    assert [call.arguments for call in whole.message.tool_calls] == [
+        call.arguments for call in reply.message.tool_calls
+    ]
 
 
 def test_calls_inside_thinking_end_it(encoder: ChatEncoder) -> None:
