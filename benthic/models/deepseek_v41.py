@@ -1,4 +1,4 @@
-"""DeepSeek-V4.1-Flash, text backbone. Source: model specification, sections 2.1 to 2.9 and 2.12; tensor names, section 5.
+"""DeepSeek-V4.1-Flash, text backbone. Source: model specification, sections 2.1 to 2.9 and 2.12; names, 5.
 
 T rows in the step, S residual streams, D hidden width, H heads, dh head width, Rq query rank, G groups that close in
 the step, Hi and di index heads and width, E experts, I expert width, K experts per token, V vocabulary.
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from benthic.cache.spec import CacheSpec
 from benthic.cache.storage import Storage
+from benthic.errors import BadConfigKey
 from benthic.kernels import compress, engram, gemm, hyper, moe_experts, moe_gate, quant, rope, swiglu
 from benthic.models.base import Batch, LayerMemory, Memory, Selection
 from benthic.models.deepseek_v41_config import (
@@ -30,12 +31,15 @@ from benthic.models.modules import (
     Linear,
     PackedTable,
     RMSNorm,
+    Stack,
     TensorSource,
     activation_dtype,
     fp8_grid,
     parameter,
     read_weight,
 )
+from benthic.models.weights import Checkpoint
+from benthic.text.tokenizer import compress_vocabulary, load_raw
 from benthic.types import Numerics
 
 
@@ -85,6 +89,10 @@ class HyperConnection(nn.Module):
 
 class Engram(nn.Module):
     """Hashed recent tokens -> table rows -> gated addition to every stream. 2.9."""
+
+    multipliers: Tensor
+    primes: Tensor
+    offsets: Tensor
 
     def __init__(self, config: ModelConfig, index: int, numerics: Numerics):
         super().__init__()
@@ -178,6 +186,8 @@ class Indexer(nn.Module):
 
 class Attention(nn.Module):
     """Window and selected compressed entries in one softmax with a sink; one latent is both key and value. 2.5."""
+
+    freqs: Tensor
 
     def __init__(self, config: TextConfig, plan: LayerPlan, numerics: Numerics):
         super().__init__()
@@ -350,13 +360,15 @@ class DeepseekV41(nn.Module):
              when the config's compressed vocabulary is the vocabulary.
     """
 
+    classes: Tensor
+
     def __init__(self, config: ModelConfig, numerics: Numerics, classes: Tensor | None = None):
         super().__init__()
         text = config.text
         self.config, self.numerics = config, numerics
         self.plan = layer_plan(config)
         self.embed = Embedding(text.vocab_size, text.hidden_size, numerics)
-        self.layers = nn.ModuleList(
+        self.layers = Stack(
             Layer(config, plan, text.n_routed_experts, text.num_experts_per_tok, numerics) for plan in self.plan
         )
         self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps)
@@ -415,3 +427,30 @@ class DeepseekV41(nn.Module):
         self.head.load(source, "head")
         for plan, layer in zip(self.plan, self.layers, strict=True):
             layer.load(source, f"layers.{plan.index}")
+
+
+def from_checkpoint(checkpoint: Checkpoint, numerics: Numerics, device: torch.device | str = "cpu") -> DeepseekV41:
+    """The backbone of an opened checkpoint, in compute form on `device`.
+
+    Raises BadTokenizer, or BadConfigKey when the checkpoint's vocabulary does not compress to the configured size.
+    """
+    config = checkpoint.config
+    with torch.device(device):
+        model = DeepseekV41(config, numerics, token_classes(checkpoint))
+    model.load(checkpoint)
+    return model.eval()
+
+
+def token_classes(checkpoint: Checkpoint) -> Tensor | None:
+    """[ids] int64 compressed id of every token id; None (the identity) for a checkpoint without a tokenizer. 2.9."""
+    config, path = checkpoint.config, checkpoint.tokenizer_path
+    key, want = "text_config.engram_compressed_vocab_size", config.text.engram_compressed_vocab_size
+    if path is None:
+        if want != config.text.vocab_size:
+            raise BadConfigKey(key, want, f"{config.text.vocab_size}, the vocabulary, as there is no tokenizer.json")
+        return None
+    classes = torch.from_numpy(compress_vocabulary(load_raw(path)))
+    found = int(classes.max()) + 1
+    if found != want:
+        raise BadConfigKey(key, want, f"{found}, what the vocabulary of {path.name} compresses to")
+    return classes

@@ -9,7 +9,7 @@ N drafted requests, W context rows at most, B block length, D hidden width, V vo
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from benthic.kernels.attn_sparse import sink_attention
 from benthic.models.base import Batch, LayerMemory, Selection
 from benthic.models.deepseek_v41 import DeepseekV41, Layer
 from benthic.models.deepseek_v41_config import ModelConfig, draft_plan
-from benthic.models.modules import Embedding, Linear, RMSNorm, TensorSource, fp8_grid
+from benthic.models.modules import Embedding, Linear, RMSNorm, Stack, TensorSource, fp8_grid
 from benthic.types import Numerics
 
 Choose = Callable[[Tensor, int], Tensor]
@@ -32,8 +32,8 @@ class Draft(NamedTuple):
     confidence: Tensor  # [N, B] f32 before the sigmoid: is this draft right, given that those before it are
 
 
-class BlockMemory(LayerMemory):
-    """One stage's context rows, read by a block that leaves nothing behind."""
+class BlockMemory:
+    """One stage's context rows, read by a block that leaves nothing behind. Window-only layers call `attend` alone."""
 
     def __init__(self, ring: kv_copy.Ring, slots: Tensor, last: Tensor, window: int, block: int, round_probs: bool):
         self.ring, self.slots, self.last = ring, slots, last
@@ -71,7 +71,7 @@ class DSpark(nn.Module):
         self.plan = draft_plan(config)
         self.main_proj = Linear(len(text.dspark_target_layer_ids) * text.hidden_size, text.hidden_size, "fp8", numerics)
         self.main_norm = RMSNorm(text.hidden_size, text.rms_norm_eps)
-        self.stages = nn.ModuleList(
+        self.stages = Stack(
             Layer(config, plan, text.dspark_n_routed_experts, text.dspark_num_experts_per_tok, numerics)
             for plan in self.plan
         )
@@ -129,7 +129,7 @@ class DSpark(nn.Module):
         pre[:, 0] = 1.0
         for stage, ring in zip(self.stages, rings, strict=True):
             memory = BlockMemory(ring, slots, last, text.sliding_window, block, self.numerics.round_probs)
-            s, pre, _ = stage(s, pre, batch, memory, None)
+            s, pre, _ = stage(s, pre, batch, cast("LayerMemory", memory), None)
         y = hyper.hyper_collapse(s, pre)  # [N B, D]
         base = backbone.head(self.norm(y)).unflatten(0, (num, block))  # [N, B, V]
         y = y.unflatten(0, (num, block))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from benthic.errors import BadImage
 from benthic.kernels import gemm, norm, rope
 from benthic.models.deepseek_v41_config import ModelConfig, VisionConfig
-from benthic.models.modules import TensorSource, activation_dtype, parameter
+from benthic.models.modules import Stack, TensorSource, activation_dtype, parameter
 from benthic.types import Numerics
 
 NORM_EPS = 1e-6  # fixed; the config has no key for it
@@ -84,7 +84,7 @@ def geometry(width: int, height: int, config: VisionConfig) -> Geometry:
 
 
 def patches(image: Image.Image, config: VisionConfig) -> tuple[Tensor, Geometry]:
-    """An image -> bf16 [n, 3 patch^2] rows, row-major over the grid, each flattened channel, row, column; values in -1..1."""
+    """An image -> bf16 [n, 3 patch^2] in -1..1, row-major over the grid; each row flattens channel, row, column."""
     geo = geometry(image.width, image.height, config)
     canvas_size = (geo.canvas_width, geo.canvas_height)
     image = image.convert("RGB")
@@ -166,6 +166,8 @@ def rotate_half(x: Tensor, angles: Tensor) -> Tensor:
 class VisionTower(nn.Module):
     """Patches -> embedding rows of the text width, ready to stand in the prompt."""
 
+    freqs: Tensor
+
     def __init__(self, config: ModelConfig, numerics: Numerics):
         super().__init__()
         vision, hidden = config.vision, config.text.hidden_size
@@ -174,7 +176,7 @@ class VisionTower(nn.Module):
         dtype = activation_dtype(numerics)
         merged = vision.hidden_size * vision.downsample_ratio**2
         self.patch_embed = Affine(3 * vision.patch_size**2, vision.hidden_size, numerics)
-        self.blocks = nn.ModuleList(Block(vision, numerics) for _ in range(vision.num_hidden_layers))
+        self.blocks = Stack(Block(vision, numerics) for _ in range(vision.num_hidden_layers))
         self.norm = parameter(vision.hidden_size)
         self.aligner_w1 = Affine(merged, hidden, numerics)
         self.aligner_w2 = Affine(hidden, hidden, numerics)

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from benthic.cache.spec import BlockPart
+from benthic.cache.spec import BlockPart, Part
 from benthic.cache.storage import Storage
 from benthic.kernels import attn_sparse, indexer, kv_copy
 from benthic.models.base import Batch, Selection
@@ -67,7 +67,7 @@ class PagedMemory:
         where = next(ring for ring in self.storage.slot_layout.rings if ring.layer == layer)
         return kv_copy.Ring(self.storage.rings[layer], where.channels, where.format)
 
-    def paged(self, layer: int, part: str) -> kv_copy.Paged:
+    def paged(self, layer: int, part: Part) -> kv_copy.Paged:
         where: BlockPart = self.storage.layout.part(layer, part)
         return kv_copy.Paged(
             self.storage.pool, where.data_offset, where.scale_offset, where.entries, where.channels, where.format

@@ -4,7 +4,8 @@ Weights live in a compute form. In the quantised profiles that is bfloat16, whic
 exactly; in the `float` profile it is float32. What a weight is on disk is its `store`: "fp8", "fp4", "bf16" or "f32".
 """
 
-from typing import Literal, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Generic, Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +22,25 @@ class TensorSource(Protocol):
     def tensor(self, name: str) -> Tensor: ...
 
 
+M = TypeVar("M", bound=nn.Module)
+
+
+class Stack(nn.ModuleList, Generic[M]):
+    """A module list that knows what it holds."""
+
+    def __init__(self, modules: Iterable[M]):
+        super().__init__(modules)
+
+    def __iter__(self) -> Iterator[M]:
+        return cast("Iterator[M]", super().__iter__())
+
+
 def activation_dtype(numerics: Numerics) -> torch.dtype:
     return torch.float32 if numerics.wide else torch.bfloat16
 
 
 def fp8_grid(x: Tensor, numerics: Numerics) -> Tensor:
-    """x moved onto the FP8 grid, one power-of-two scale per 32 channels; x itself where the profile has no quantisers."""
+    """x on the FP8 grid, one power-of-two scale per 32 channels; x itself where the profile has no quantisers."""
     return quant.roundtrip_fp8(x) if numerics.quantise else x
 
 
@@ -93,7 +107,7 @@ class Embedding(nn.Module):
 
 
 class PackedTable(nn.Module):
-    """A lookup table kept in its FP8 bytes, one power-of-two scale per 32 channels of a row; rows dequantise on reading.
+    """A lookup table kept in its FP8 bytes, one power-of-two scale per 32 channels; rows dequantise on reading.
 
     The tables are the bulk of the parameters, so they are never expanded and never copied: the tensors are the
     checkpoint's own, which may be a memory map.
