@@ -12,12 +12,12 @@ import subprocess
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from importlib import import_module, metadata, util
+from importlib import metadata, util
 from pathlib import Path
 
 import benthic
 from benthic import config
-from benthic.errors import BenthicError
+from benthic.errors import BenthicError, NativeBuildError
 
 GIB = 1 << 30
 
@@ -159,18 +159,18 @@ def _compiler(command: str) -> Finding:
 
 
 def _native(settings: config.Config) -> Finding:
-    """Builds the C kernels if that was not done before, as the first request would."""
-    from benthic.kernels import backends
+    """Builds the C kernels if that was not done before, as the first start of an engine would."""
+    from benthic.kernels.native import build
 
-    if settings.cpu.native == "off":
-        return Finding("native", Status.SLOW, "switched off", "set cpu.native to auto")
-    modules = {path: import_module(path) for devices in backends.TABLE.values() if (path := devices.get("cpu"))}
-    ready = {path for path, module in modules.items() if module.available()}
-    ops = [op for op, devices in backends.TABLE.items() if devices.get("cpu") in ready]
-    detail = f"{len(ops)} of {len(backends.TABLE)} ops have a C kernel on this CPU"
-    if not ops:
-        return Finding("native", Status.SLOW, detail, "all others run in plain torch, which is slower; install a C compiler")
-    return Finding("native", Status.OK, detail)
+    cpu = settings.cpu
+    try:
+        status = build.setup(cpu.native, cpu.compiler, cpu.cache_dir)
+    except NativeBuildError as error:
+        return Finding("native", Status.FAILED, "cpu.native is on, but there are no C kernels", str(error))
+    if not status.available:
+        remedy = "set cpu.native to auto" if cpu.native == "off" else "mend the C compiler; plain torch runs, slower"
+        return Finding("native", Status.SLOW, status.detail, remedy)
+    return Finding("native", Status.OK, status.detail)
 
 
 def _gpu() -> Finding:

@@ -10,6 +10,8 @@ import pytest
 from benthic.cli import doctor
 from benthic.cli.doctor import Finding, Status
 from benthic.config import Config, CpuConfig
+from benthic.errors import NativeBuildError
+from benthic.kernels.native import build
 
 OFF = CpuConfig(native="off")  # nothing is compiled
 
@@ -85,6 +87,16 @@ def test_little_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     found = find(doctor.examine(Config(cpu=OFF)), "memory")
     assert found.status is Status.SLOW
     assert found.detail == "1.0 GiB free of 8.0"
+
+
+def test_native_kernels_that_are_asked_for_and_missing_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def setup(mode: str, compiler: str, cache_dir: str) -> build.Status:
+        raise NativeBuildError(f"{mode} {compiler} {cache_dir}")
+
+    monkeypatch.setattr(build, "setup", setup)
+    found = find(doctor.examine(Config(cpu=CpuConfig(native="on", compiler="abc", cache_dir="d"))), "native")
+    assert found.status is Status.FAILED
+    assert "on abc d" in found.remedy
 
 
 def test_memory_is_within_the_machine() -> None:
