@@ -41,20 +41,19 @@ def histogram(name: str, help: str, buckets: Sequence[float], labels: Sequence[s
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 
-REQUESTS_WAITING = gauge("benthic_num_requests_waiting", "requests in the queue, after a step is planned")
-REQUESTS_RUNNING = gauge("benthic_num_requests_running", "requests that hold a state slot, after a step is planned")
-KV_BLOCKS_USED = gauge("benthic_kv_blocks_used", "blocks of the KV pool that a request holds, after a step is planned")
-PREEMPTIONS = counter("benthic_preemptions_total", "running requests whose blocks were taken back, in the scheduler")
-PROMPT_TOKENS = counter("benthic_prompt_tokens_total", "prompt tokens computed, counted as their step is committed")
+REQUESTS_WAITING = gauge("benthic_num_requests_waiting", "completions in the queue, after a step is committed")
+REQUESTS_RUNNING = gauge("benthic_num_requests_running", "completions that hold a slot, after a step is committed")
+KV_BLOCKS_USED = gauge("benthic_kv_blocks_used", "blocks of the KV pool in use, after a step is committed")
+KV_BLOCKS = gauge("benthic_kv_blocks", "blocks of the KV pool, set with every step")
+PREEMPTIONS = counter("benthic_preemptions_total", "running completions whose blocks were taken back by the scheduler")
+COMPUTED_TOKENS = counter("benthic_computed_tokens_total", "rows the model computed, recomputed ones included")
 GENERATION_TOKENS = counter("benthic_generation_tokens_total", "tokens produced, counted as their step is committed")
 REQUESTS_FINISHED = counter(
     "benthic_requests_finished_total",
-    "requests that ended, as the scheduler commits their last token; reason: stop, length, abort or error",
+    "completions that ended, as their last event is made; reason: stop, length, abort or error",
     ["reason"],
 )
 STEP_SECONDS = histogram("benthic_step_seconds", "one engine step, from plan to commit", SECONDS)
-TTFT_SECONDS = histogram("benthic_ttft_seconds", "arrival of a request in the engine to its first token", SECONDS)
-ITL_SECONDS = histogram("benthic_itl_seconds", "time between two consecutive tokens of a request, at commit", SECONDS)
 
 
 def exposition() -> str:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import NamedTuple, Protocol
 
+from benthic import metrics
 from benthic.engine.scheduler import Scheduler
 from benthic.types import Abort, Request, StepPlan, StepResult, TokenEvent
 
@@ -67,11 +68,17 @@ class Loop:
         self.scheduler, self.runner = scheduler, runner
         self.inbox, self.outbox = Inbox(), Outbox()
         self.times: deque[StepTimes] = deque(maxlen=_STEPS_KEPT)  # the last steps, newest last
+        self._preemptions = 0  # of the scheduler, as far as they are counted
 
     @property
     def busy(self) -> bool:
         """Would a step do anything?"""
         return bool(len(self.inbox) or self.scheduler.unfinished or self.scheduler.has_news)
+
+    def settle(self) -> None:
+        """Take messages and send what they cause, without a step."""
+        self.scheduler.admit(self.inbox.drain())
+        self._send(self.scheduler.take_news())
 
     def step(self) -> None:
         """One step. If the runner raises, the step's sequences wait to be computed again and the error goes on."""
@@ -82,9 +89,29 @@ class Loop:
         with self._discard_on_error(plan):
             result = self.runner.run(plan)
         ran = perf_counter()
-        self.outbox.send(self.scheduler.commit(plan, result))
+        self._send(self.scheduler.commit(plan, result))
         done = perf_counter()
         self.times.append(StepTimes(len(plan.chunks), plan.tokens, planned - begun, ran - planned, done - ran))
+        self._measure(plan, done - begun)
+
+    def _send(self, events: list[TokenEvent]) -> None:
+        self.outbox.send(events)
+        metrics.GENERATION_TOKENS.inc(sum(len(event.tokens) for event in events))
+        for event in events:
+            if event.finish is not None or event.error is not None:
+                reason = "error" if event.finish is None else event.finish.value
+                metrics.REQUESTS_FINISHED.labels(reason).inc()
+
+    def _measure(self, plan: StepPlan, seconds: float) -> None:
+        scheduler, blocks = self.scheduler, self.scheduler.cache.blocks
+        metrics.REQUESTS_WAITING.set(scheduler.waiting)
+        metrics.REQUESTS_RUNNING.set(len(scheduler.running))
+        metrics.KV_BLOCKS.set(blocks.usable)
+        metrics.KV_BLOCKS_USED.set(blocks.usable - blocks.free)
+        metrics.PREEMPTIONS.inc(scheduler.preemptions - self._preemptions)
+        self._preemptions = scheduler.preemptions
+        metrics.COMPUTED_TOKENS.inc(plan.tokens)
+        metrics.STEP_SECONDS.observe(seconds)
 
     @contextmanager
     def _discard_on_error(self, plan: StepPlan) -> Iterator[None]:
