@@ -194,6 +194,11 @@ class Scheduler:
             if branch is None or b.index == branch:
                 self._end(b, reason=reason)
 
+    def take_news(self) -> list[TokenEvent]:
+        """Events that need no step to be known: refusals and aborts. Otherwise the next commit brings them."""
+        events, self._events = self._events, []
+        return events
+
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan:
@@ -226,7 +231,7 @@ class Scheduler:
         """Advance every branch of the step by what it computed, end those that are done, and say what happened."""
         flight, self._flight = self._flight, []
         assert len(flight) == len(plan.chunks), f"step {plan.step} is not the one in flight"
-        events, self._events = self._events, []
+        events = self.take_news()
         tokens, failures, logprobs, scores = result.tokens, result.failures, result.logprobs, result.scores
         draw = -1
         for i, chunk in enumerate(plan.chunks):

@@ -1,0 +1,672 @@
+"""LLM: the offline face of the loop. Load a model, hand it prompts or conversations, get completions or a stream."""
+
+import secrets
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from os import sched_getaffinity
+from pathlib import Path
+from time import perf_counter
+from types import FrameType, TracebackType
+from typing import Any, Literal, NamedTuple, Protocol, cast, overload
+
+import torch
+from tqdm import tqdm
+
+from benthic.cache.manager import CacheManager
+from benthic.cache.spec import BLOCK_TOKENS, block_layout
+from benthic.cache.storage import Storage
+from benthic.config import Config, load
+from benthic.engine.loop import Loop
+from benthic.engine.runner import Model, Runner
+from benthic.engine.sampler import Sampler
+from benthic.engine.scheduler import Scheduler, branch_seed
+from benthic.errors import (
+    BadField,
+    BadSetting,
+    BenthicError,
+    DeviceUnavailable,
+    EngineClosed,
+    MissingCheckpointFile,
+)
+from benthic.kernels.native import build as native
+from benthic.models.registry import family
+from benthic.models.weights import Checkpoint
+from benthic.text.prompt import ChatEncoder, Prompt
+from benthic.text.reply import Message, ReplyParser, ToolCallDelta
+from benthic.text.stop import StopMatcher
+from benthic.text.tokenizer import FILE_NAME, IncrementalDecoder, Tokenizer
+from benthic.types import (
+    NUMERICS,
+    Abort,
+    FinishReason,
+    Request,
+    SamplingParams,
+    TokenEvent,
+    TokenLogprobs,
+    Usage,
+)
+
+_PROGRESS_FROM = 8  # prompts from which a progress bar is worth its line
+
+Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+class Timing(NamedTuple):
+    """When a completion came, seconds since it was handed in."""
+
+    ttft_seconds: float  # to its first token
+    total_seconds: float  # to its end
+    tpot_seconds: float  # per token after the first; 0 when there is none
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One branch of a completion."""
+
+    text: str  # without the token or string that ended it; of a conversation: the content
+    token_ids: tuple[int, ...]  # with it
+    finish_reason: str | None  # "stop", "length", "abort" or "tool_calls"; None: see error
+    logprobs: tuple[TokenLogprobs, ...]  # raw, one for each token, when asked for
+    timing: Timing
+    message: Message | None = None  # of a conversation: reasoning, content and tool calls
+    error: BenthicError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The answer to one prompt. `params.n` choices; the first one's fields can be read from here."""
+
+    prompt_token_ids: tuple[int, ...]
+    choices: tuple[Choice, ...]
+    usage: Usage  # the prompt counts once, completions are summed
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's tokens 1, 2, ..., when asked for
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.choices[0].finish_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...]:
+        return self.choices[0].logprobs
+
+    @property
+    def timing(self) -> Timing:
+        return self.choices[0].timing
+
+    @property
+    def message(self) -> Message | None:
+        return self.choices[0].message
+
+    @property
+    def error(self) -> BenthicError | None:
+        return next((choice.error for choice in self.choices if choice.error is not None), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a stream yields. Pieces of a choice join to its text; none holds half a character or half a stop string."""
+
+    prompt: int  # index of the prompt
+    choice: int  # index of the choice
+    text: str = ""
+    reasoning: str = ""  # conversations only
+    tool_call: ToolCallDelta | None = None  # conversations only
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: str | None = None  # set on the choice's last piece, unless it has an error
+    error: BenthicError | None = None
+    completion: Completion | None = None  # set on the prompt's last piece
+
+
+# ---- one request on its way ------------------------------------------------------------------------------------------
+
+
+class _Reader(Protocol):
+    """Token ids in, pieces of the answer out."""
+
+    @property
+    def finished(self) -> bool: ...  # the text is complete by itself: a stop string, or the end of a reply
+    def push(self, ids: Sequence[int], armed: bool, ended: bool) -> list[dict[str, Any]]: ...
+    def finish(self, reason: FinishReason) -> list[dict[str, Any]]: ...
+    def result(self) -> tuple[str, Message | None, str | None]: ...
+
+
+class _TextReader:
+    """Plain text: incremental decode, then stop strings."""
+
+    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str]):
+        self._decoder = None if tokenizer is None else IncrementalDecoder(tokenizer)
+        self._matcher = StopMatcher(stop)
+        self._text: list[str] = []
+
+    @property
+    def finished(self) -> bool:
+        return self._matcher.matched is not None
+
+    def push(self, ids: Sequence[int], armed: bool, ended: bool) -> list[dict[str, Any]]:
+        if self._decoder is None:
+            return []
+        return self._show(self._matcher.push(self._decoder.push(ids[:-1] if ended else ids), armed))
+
+    def finish(self, reason: FinishReason) -> list[dict[str, Any]]:
+        # an unfinished character at the end is dropped: it is no text
+        return self._show(self._matcher.flush())
+
+    def result(self) -> tuple[str, Message | None, str | None]:
+        return "".join(self._text), None, None
+
+    def _show(self, text: str) -> list[dict[str, Any]]:
+        if not text:
+            return []
+        self._text.append(text)
+        return [{"text": text}]
+
+
+class _ReplyReader:
+    """A turn of a conversation."""
+
+    def __init__(self, encoder: ChatEncoder, prompt: Prompt):
+        self._parser = ReplyParser(encoder, prompt)
+
+    @property
+    def finished(self) -> bool:
+        return self._parser.finished
+
+    def push(self, ids: Sequence[int], armed: bool, ended: bool) -> list[dict[str, Any]]:
+        return self._show(self._parser.push(ids))
+
+    def finish(self, reason: FinishReason) -> list[dict[str, Any]]:
+        return self._show(self._parser.finish(reason))
+
+    def result(self) -> tuple[str, Message | None, str | None]:
+        message = self._parser.message
+        return message.content, message, self._parser.finish_reason
+
+    def _show(self, deltas: Iterable[Any]) -> list[dict[str, Any]]:
+        return [{"text": d.content, "reasoning": d.reasoning, "tool_call": d.tool_call} for d in deltas]
+
+
+class _Stream:
+    """One branch: from events to pieces to a choice."""
+
+    def __init__(self, prompt: int, choice: int, params: SamplingParams, reader: _Reader, started: float):
+        self.prompt, self.choice, self.params, self.reader, self.started = prompt, choice, params, reader, started
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.first = 0.0
+        self.stopped = False  # ended by its text
+        self.done: Choice | None = None
+        self.usage = Usage(0, 0)
+
+    def take(self, event: TokenEvent) -> list[Piece]:
+        shown: list[dict[str, Any]] = []
+        if event.tokens and not self.stopped:
+            if not self.tokens:
+                self.first = perf_counter()
+            self.tokens += event.tokens
+            self.logprobs += event.logprobs
+            armed = len(self.tokens) >= self.params.min_tokens
+            shown = self.reader.push(event.tokens, armed, event.finish is FinishReason.STOP)
+            self.stopped = self.reader.finished
+        last: dict[str, Any] = {}
+        if event.usage is not None:
+            reason = FinishReason.STOP if self.stopped else event.finish
+            if reason is not None:
+                shown += self.reader.finish(reason)
+            text, message, finish = self.reader.result()
+            finish_reason = None if event.error is not None else finish or str(reason)
+            self.usage = event.usage
+            self.done = Choice(
+                text, tuple(self.tokens), finish_reason, tuple(self.logprobs), self._timing(), message, event.error
+            )
+            last = {"finish_reason": finish_reason, "error": event.error}
+        if not shown and (event.tokens or last):
+            shown = [{}]
+        pieces = [Piece(self.prompt, self.choice, **fields) for fields in shown]
+        if pieces:
+            pieces[0] = replace(pieces[0], token_ids=event.tokens, logprobs=event.logprobs)
+            pieces[-1] = replace(pieces[-1], **last)
+        return pieces
+
+    def _timing(self) -> Timing:
+        now = perf_counter()
+        first, total = (self.first or now) - self.started, now - self.started
+        later = len(self.tokens) - 1
+        return Timing(first, total, (total - first) / later if later > 0 else 0.0)
+
+
+class _Session:
+    """The requests of one call. Ends them all when it is closed before they are done."""
+
+    def __init__(self, llm: "LLM"):
+        self.llm = llm
+        self.pieces: deque[Piece] = deque()
+        self.requests: dict[int, Request] = {}
+        self.streams: dict[int, list[_Stream]] = {}
+        self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        self.order: list[int] = []
+
+    def add(self, request: Request, readers: Sequence[_Reader]) -> None:
+        started = perf_counter()
+        self.requests[request.id] = request
+        self.prompt_logprobs[request.id] = []
+        self.streams[request.id] = [
+            _Stream(len(self.order), i, request.params, reader, started) for i, reader in enumerate(readers)
+        ]
+        self.order.append(request.id)
+
+    @property
+    def unfinished(self) -> bool:
+        return any(stream.done is None for streams in self.streams.values() for stream in streams)
+
+    def take(self, event: TokenEvent) -> list[Abort]:
+        """News of one branch; what has to be told to the engine in turn."""
+        stream = self.streams[event.request][event.branch]
+        if event.branch == 0:
+            self.prompt_logprobs[event.request] += event.prompt_logprobs
+        if stream.done is not None:
+            return []
+        was_stopped = stream.stopped
+        pieces = stream.take(event)
+        if pieces and all(s.done is not None for s in self.streams[event.request]):
+            pieces[-1] = replace(pieces[-1], completion=self.completion(event.request))
+        self.pieces += pieces
+        if stream.stopped and not was_stopped and stream.done is None:
+            return [Abort(event.request, event.branch, FinishReason.STOP)]
+        return []
+
+    def completion(self, id: int) -> Completion:
+        streams = self.streams[id]
+        return Completion(
+            self.requests[id].prompt,
+            tuple(stream.done for stream in streams if stream.done is not None),
+            Usage(streams[0].usage.prompt_tokens, sum(stream.usage.completion_tokens for stream in streams)),
+            tuple(self.prompt_logprobs[id]),
+        )
+
+    def __iter__(self) -> Generator[Piece, None, None]:
+        self.llm._enter(self)
+        try:
+            while True:
+                while self.pieces:
+                    yield self.pieces.popleft()
+                if not self.unfinished:
+                    return
+                self.llm._pump(self)
+        finally:
+            self.llm._leave(self)
+
+
+# ---- the engine in this process --------------------------------------------------------------------------------------
+
+
+class LLM:
+    """A model ready to generate, in this process.
+
+    with LLM("minnow") as llm:
+        print(llm.generate("Once upon a time", SamplingParams(max_tokens=60))[0].text)
+
+    Calls may overlap, from several threads or as several open streams: all their requests share the same steps.
+    """
+
+    def __init__(
+        self, model: str | Path = "", *, numerics: str | None = None, config: Config | None = None, **settings: Any
+    ):
+        """Open the checkpoint and carve the cache.
+
+        model      a packaged model's name or a checkpoint folder; empty: the configuration's.
+        numerics   "reference", "production" or "float"; None: the configuration's.
+        config     the whole configuration; None: defaults and environment.
+        settings   single settings, spelled with two underscores for the dot: `scheduler__max_running=8`.
+        Raises     ConfigError, CheckpointError, UnknownModel, DeviceUnavailable, OutOfMemory.
+        """
+        overrides: dict[str, object] = {key.replace("__", "."): value for key, value in settings.items()}
+        if model:
+            overrides["model"] = str(model)
+        if numerics is not None:
+            overrides["numerics"] = numerics
+        if config is None:
+            config = load(overrides=overrides)
+        elif overrides:
+            raise BadField("config", "a Config", f"either a Config or single settings, not {', '.join(overrides)} too")
+        self.config = config
+        self.device = _device(config.device)
+        torch.set_num_threads(config.cpu.threads or len(sched_getaffinity(0)))
+        if self.device.type == "cpu":
+            native.setup(config.cpu.native, config.cpu.compiler, config.cpu.cache_dir)
+        checkpoint = Checkpoint.open(config.model)
+        self.path = checkpoint.path
+        self.tokenizer = None if checkpoint.tokenizer_path is None else Tokenizer(checkpoint.tokenizer_path)
+        module = family(checkpoint.config.architectures[0])
+        self.model: Model = module.from_checkpoint(checkpoint, NUMERICS[config.numerics], self.device)
+        self.loop = build_loop(
+            self.model,
+            config,
+            self.device,
+            eos_ids=(checkpoint.config.eos_token_id,),
+            never=() if self.tokenizer is None else self.tokenizer.control_ids,
+        )
+        self._encoder: ChatEncoder | None = None
+        self._numbers = count()
+        self._sessions: dict[int, _Session] = {}  # by request id
+        self._lock = threading.RLock()
+        self._closed = False
+
+    # ---- generate ----------------------------------------------------------------------------------------------------
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stream: Literal[False] = False,
+        progress: bool | None = None,
+        priority: int = 0,
+    ) -> list[Completion]: ...
+    @overload
+    def generate(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stream: Literal[True],
+        progress: bool | None = None,
+        priority: int = 0,
+    ) -> Iterator[Piece]: ...
+    def generate(
+        self,
+        prompts: Prompts,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stream: bool = False,
+        progress: bool | None = None,
+        priority: int = 0,
+    ) -> list[Completion] | Iterator[Piece]:
+        """Continue text.
+
+        prompts   one string or one list of token ids, or a list of either. Text gets the begin-of-sentence id in front.
+        params    for all prompts, or one for each.
+        stream    False: a list of completions in the order of the prompts. True: an iterator of pieces as they come;
+                  closing it ends what has not finished.
+        progress  a progress bar on standard error; None: when there are many prompts and a terminal.
+        priority  smaller runs first.
+        Raises    RequestError, before anything runs, if any of the requests cannot be served. An error on the way
+                  stands in its completion's `error`; with a single prompt it is raised.
+        """
+        session = _Session(self)
+        todo = self._prompts(prompts)
+        for i, (ids, p) in enumerate(zip(todo, _matched(params, len(todo)), strict=True)):
+            if p.stop and self.tokenizer is None:
+                raise BadField("stop", p.stop, f"no stop strings: the checkpoint has no {FILE_NAME}")
+            request = self._request(ids, p, priority, i)
+            session.add(request, [_TextReader(self.tokenizer, p.stop) for _ in range(p.n)])
+        if stream:
+            return iter(session)
+        many = len(session.order) >= _PROGRESS_FROM and sys.stderr.isatty()
+        return self._finish(session, many if progress is None else progress)
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[False] = False,
+        thinking: bool = False,
+        effort: str | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] | None = None,
+        priority: int = 0,
+    ) -> Completion: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[True],
+        thinking: bool = False,
+        effort: str | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] | None = None,
+        priority: int = 0,
+    ) -> Iterator[Piece]: ...
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        stream: bool = False,
+        thinking: bool = False,
+        effort: str | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] | None = None,
+        priority: int = 0,
+    ) -> Completion | Iterator[Piece]:
+        """The assistant's next turn of a conversation.
+
+        messages   OpenAI chat form, see `text/prompt.py`; so are thinking, effort, tools and tool_choice.
+        stream     as in `generate`; pieces carry reasoning, content (`text`) and tool calls apart.
+        returns    a completion whose choices have a `message`. Stop strings match in the content only.
+        """
+        params = params or SamplingParams()
+        params.validate(self.model.vocab_size)
+        prompt = self.encoder.encode(
+            messages, thinking=thinking, effort=effort, tools=tools, tool_choice=tool_choice, stop=params.stop
+        )
+        session = _Session(self)
+        request = self._request(prompt.ids, params, priority, 0)
+        session.add(request, [_ReplyReader(self.encoder, prompt) for _ in range(params.n)])
+        return iter(session) if stream else self._finish(session, False)[0]
+
+    @property
+    def encoder(self) -> ChatEncoder:
+        """Made on first use. Raises MissingCheckpointFile if the checkpoint has no tokenizer."""
+        if self._encoder is None:
+            self._encoder = ChatEncoder(self._text())
+        return self._encoder
+
+    # ---- lifetime ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End what is unfinished and give the memory back. May be called again; nothing else may."""
+        with self._lock:
+            if self._closed:
+                return
+            for id in list(self._sessions):
+                self.loop.inbox.put(Abort(id))
+            self._settle()
+            self._closed = True
+            del self.model, self.loop
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- within ------------------------------------------------------------------------------------------------------
+
+    def _text(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise MissingCheckpointFile(self.path / FILE_NAME, "without it prompts must be token ids")
+        return self.tokenizer
+
+    def _prompts(self, prompts: Prompts) -> list[tuple[int, ...]]:
+        if isinstance(prompts, str):
+            return [tuple(self._text().encode(prompts))]
+        items = list(prompts)
+        if items and all(isinstance(item, int) for item in items):
+            return [tuple(cast(list[int], items))]
+        return [
+            tuple(self._text().encode(item)) if isinstance(item, str) else tuple(cast(Sequence[int], item))
+            for item in items
+        ]
+
+    def _request(self, ids: tuple[int, ...], params: SamplingParams, priority: int, index: int) -> Request:
+        if self._closed:
+            raise EngineClosed
+        if params.seed is not None:
+            seed = params.seed
+        elif self.config.seed is not None:
+            seed = branch_seed(self.config.seed, index)
+        else:
+            seed = secrets.randbits(63)
+        request = Request(next(self._numbers), ids, params, seed, priority, perf_counter())
+        self.loop.scheduler.check(request)
+        return request
+
+    def _finish(self, session: _Session, progress: bool) -> list[Completion]:
+        tokens = 0
+        with tqdm(total=len(session.order), disable=not progress, unit="prompt", file=sys.stderr) as bar:
+            for piece in session:
+                tokens += len(piece.token_ids)
+                if piece.completion is not None:
+                    bar.set_postfix(tokens=tokens, refresh=False)
+                    bar.update()
+        completions = [session.completion(id) for id in session.order]
+        if len(completions) == 1 and (error := completions[0].error) is not None:
+            raise error
+        return completions
+
+    def _enter(self, session: _Session) -> None:
+        with self._lock:
+            if self._closed:
+                raise EngineClosed
+            for request in session.requests.values():
+                self._sessions[request.id] = session
+                self.loop.inbox.put(request)
+
+    def _pump(self, session: _Session) -> None:
+        """One step for everybody, unless another thread has brought this session news meanwhile."""
+        with self._lock:
+            if session.pieces or not session.unfinished:
+                return
+            if self._closed:
+                raise EngineClosed
+            with _interrupts_after_the_step():
+                self.loop.step()
+                self._route()
+
+    def _route(self) -> None:
+        """Hand events to their sessions; what these ask of the engine in turn happens before the next step."""
+        while events := self.loop.outbox.take():
+            for event in events:
+                session = self._sessions.get(event.request)
+                for abort in session.take(event) if session is not None else ():
+                    self.loop.inbox.put(abort)
+            if len(self.loop.inbox):
+                self.loop.settle()
+
+    def _settle(self) -> None:
+        self.loop.settle()
+        self._route()
+
+    def _leave(self, session: _Session) -> None:
+        with self._lock:
+            if not self._closed:
+                for id in session.order:
+                    if any(stream.done is None for stream in session.streams[id]):
+                        self.loop.inbox.put(Abort(id))
+                self._settle()
+            for id in session.order:
+                self._sessions.pop(id, None)
+
+
+def build_loop(
+    model: Model, config: Config, device: torch.device, *, eos_ids: Sequence[int] = (), never: Sequence[int] = ()
+) -> Loop:
+    """Scheduler, cache, sampler and runner around a model, sized by the configuration.
+
+    never  token ids that no request may produce.
+    """
+    limit = config.scheduler.max_context_tokens or model.max_positions
+    if limit > model.max_positions:
+        want = f"at most the model's {model.max_positions} positions"
+        raise BadSetting("scheduler.max_context_tokens", limit, want, "configuration")
+    if config.scheduler.token_budget < config.scheduler.max_running:
+        want = f"at least scheduler.max_running, {config.scheduler.max_running}"
+        raise BadSetting("scheduler.token_budget", config.scheduler.token_budget, want, "configuration")
+    block_bytes = block_layout(model.cache_spec.append).block_bytes
+    blocks = config.cache.blocks or config.cache.bytes // block_bytes
+    if blocks < 1:
+        want = f"at least one block of {BLOCK_TOKENS} tokens, {block_bytes} bytes"
+        raise BadSetting("cache.bytes", config.cache.bytes, want, "configuration")
+    slots = config.scheduler.max_running
+    storage = Storage(model.cache_spec, blocks + 1, slots + 1, device)
+    scheduler = Scheduler(
+        CacheManager(blocks + 1, slots + 1),
+        token_budget=config.scheduler.token_budget,
+        max_context_tokens=limit,
+        vocab_size=model.vocab_size,
+        eos_ids=eos_ids,
+    )
+    return Loop(scheduler, Runner(model, storage, Sampler(model.vocab_size, device, never)))
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise DeviceUnavailable(name, "no such kind of device") from error
+    if device.type not in ("cpu", "cuda"):
+        raise DeviceUnavailable(name, "want cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= (torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        raise DeviceUnavailable(name, f"{torch.cuda.device_count()} CUDA devices are here")
+    return device
+
+
+def _matched(params: SamplingParams | Sequence[SamplingParams] | None, prompts: int) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * prompts
+    if len(params) != prompts:
+        raise BadField("params", f"{len(params)} sets", f"one, or one for each of the {prompts} prompts")
+    return list(params)
+
+
+@contextmanager
+def _interrupts_after_the_step() -> Iterator[None]:
+    """Hold Ctrl-C back until the scheduler is at rest; the second one goes through at once. Main thread only."""
+    usual = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or usual is not signal.default_int_handler:
+        yield
+        return
+    pressed = False
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    if pressed:
+        raise KeyboardInterrupt
