@@ -15,7 +15,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TABLE: dict[str, dict[str, str]] = {}  # op -> {device type: module path}
+_NATIVE = "benthic.kernels.native."
+TABLE: dict[str, dict[str, str]] = {  # op -> {device type: module path}
+    "rms_norm": {"cpu": _NATIVE + "norm"},
+    "rotate": {"cpu": _NATIVE + "rope"},
+    "roundtrip_fp8": {"cpu": _NATIVE + "quant"},
+    "roundtrip_mxfp4": {"cpu": _NATIVE + "quant"},
+    "roundtrip_nvfp4": {"cpu": _NATIVE + "quant"},
+    "dequantise_fp8": {"cpu": _NATIVE + "quant"},
+    "linear": {"cpu": _NATIVE + "gemm"},
+    "grouped_linear": {"cpu": _NATIVE + "gemm"},
+    "swiglu": {"cpu": _NATIVE + "swiglu"},
+    "hyper_mixes": {"cpu": _NATIVE + "hyper"},
+    "hyper_collapse": {"cpu": _NATIVE + "hyper"},
+    "hyper_expand": {"cpu": _NATIVE + "hyper"},
+    "ngram_rows": {"cpu": _NATIVE + "engram"},
+    "engram_gate": {"cpu": _NATIVE + "engram"},
+    "route": {"cpu": _NATIVE + "moe_gate"},
+    "experts": {"cpu": _NATIVE + "moe_experts"},
+    "write_records": {"cpu": _NATIVE + "kv_copy"},
+    "read_records": {"cpu": _NATIVE + "kv_copy"},
+    "ring_write": {"cpu": _NATIVE + "kv_copy"},
+    "read_ring": {"cpu": _NATIVE + "kv_copy"},
+    "window_rows": {"cpu": _NATIVE + "kv_copy"},
+    "sink_attention": {"cpu": _NATIVE + "attn_sparse"},
+    "index_select": {"cpu": _NATIVE + "indexer"},
+}
 
 _reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
 

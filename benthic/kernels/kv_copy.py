@@ -260,6 +260,16 @@ def window_plan(
     return WindowPlan(spread(chunk_slots, history, num_history), positions, order, begin, count)
 
 
+def window_rows_reference(
+    ring: Ring, kw: Tensor, slots: tuple[int, ...], firsts: tuple[int, ...], starts: tuple[int, ...], window: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    plan = window_plan(slots, firsts, starts, window, kw.device)
+    if not plan.slots.shape[0]:
+        return kw, plan.begin, plan.count
+    rows = torch.cat([read_ring(ring, plan.slots, plan.positions).to(kw.dtype), kw])
+    return rows if plan.order is None else rows[plan.order], plan.begin, plan.count
+
+
 def window_rows(
     ring: Ring, kw: Tensor, slots: tuple[int, ...], firsts: tuple[int, ...], starts: tuple[int, ...], window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -283,8 +293,5 @@ def window_rows(
         raise ShapeError("window_rows: kw", want=f"[T, {ring.channels}]", got=tuple(kw.shape))
     if window < 1 or window > ring.bytes.shape[1] + 1:
         raise ShapeError("window_rows: window", want=f"1 to {ring.bytes.shape[1] + 1}", got=window)
-    plan = window_plan(slots, firsts, starts, window, kw.device)
-    if not plan.slots.shape[0]:
-        return kw, plan.begin, plan.count
-    rows = torch.cat([read_ring(ring, plan.slots, plan.positions).to(kw.dtype), kw])
-    return rows if plan.order is None else rows[plan.order], plan.begin, plan.count
+    run = backends.pick("window_rows", kw, ring.bytes) or window_rows_reference
+    return run(ring, kw, slots, firsts, starts, window)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benthic.errors import ShapeError
+from benthic.kernels import backends
 
 E4M3 = torch.float8_e4m3fn
 FP8_MAX, FP4_MAX = 448.0, 6.0
@@ -123,19 +124,29 @@ def quantise_fp8(x: Tensor, group: int = MX_GROUP) -> tuple[Tensor, Tensor]:
     return codes.flatten(-2), scales
 
 
-def dequantise_fp8(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """codes [..., K] float8_e4m3fn, scales [..., K/group] uint8 -> [..., K] dtype. Exact in f32 and bf16."""
+def dequantise_fp8_reference(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     _check_scales("dequantise_fp8", codes.shape[-1], scales)
     parts = codes.float().unflatten(-1, (scales.shape[-1], codes.shape[-1] // max(scales.shape[-1], 1)))
     return (parts * e8m0_value(scales)[..., None]).flatten(-2).to(dtype)
 
 
-def roundtrip_fp8(x: Tensor, group: int = MX_GROUP) -> Tensor:
-    """dequantise(quantise(x)) in the dtype of x: x [..., K] floats, K a multiple of group."""
+def dequantise_fp8(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """codes [..., K] float8_e4m3fn, scales [..., K/group] uint8 -> [..., K] dtype. Exact in f32 and bf16."""
+    run = backends.pick("dequantise_fp8", codes) or dequantise_fp8_reference
+    return run(codes, scales, dtype)
+
+
+def roundtrip_fp8_reference(x: Tensor, group: int = MX_GROUP) -> Tensor:
     parts = _groups("roundtrip_fp8", x, group)
     scale = e8m0_value(_power_scale(parts.abs().amax(-1, keepdim=True), FP8_FLOOR, FP8_MAX))
     codes = (parts / scale).clamp(-FP8_MAX, FP8_MAX).to(E4M3)
     return (codes.float() * scale).flatten(-2).to(x.dtype)
+
+
+def roundtrip_fp8(x: Tensor, group: int = MX_GROUP) -> Tensor:
+    """dequantise(quantise(x)) in the dtype of x: x [..., K] floats, K a multiple of group."""
+    run = backends.pick("roundtrip_fp8", x) or roundtrip_fp8_reference
+    return run(x, group)
 
 
 # MXFP4: index keys and index queries
@@ -160,11 +171,16 @@ def dequantise_mxfp4(packed: Tensor, scales: Tensor, dtype: torch.dtype = torch.
     return (parts * e8m0_value(scales)[..., None]).flatten(-2).to(dtype)
 
 
-def roundtrip_mxfp4(x: Tensor) -> Tensor:
-    """dequantise(quantise(x)) in the dtype of x: x [..., K] floats, K a multiple of 32."""
+def roundtrip_mxfp4_reference(x: Tensor) -> Tensor:
     parts = _groups("roundtrip_mxfp4", x, MX_GROUP)
     scale = e8m0_value(_power_scale(parts.abs().amax(-1, keepdim=True), MXFP4_FLOOR, FP4_MAX))
     return (_round_e2m1(parts / scale) * scale).flatten(-2).to(x.dtype)
+
+
+def roundtrip_mxfp4(x: Tensor) -> Tensor:
+    """dequantise(quantise(x)) in the dtype of x: x [..., K] floats, K a multiple of 32."""
+    run = backends.pick("roundtrip_mxfp4", x) or roundtrip_mxfp4_reference
+    return run(x)
 
 
 # NVFP4: compressed KV
@@ -189,11 +205,16 @@ def dequantise_nvfp4(packed: Tensor, scales: Tensor, dtype: torch.dtype = torch.
     return (parts * scales.float()[..., None]).flatten(-2).to(dtype)
 
 
-def roundtrip_nvfp4(x: Tensor) -> Tensor:
-    """dequantise(quantise(x)) in the dtype of x: x [..., K] floats, K a multiple of 16."""
+def roundtrip_nvfp4_reference(x: Tensor) -> Tensor:
     parts = _groups("roundtrip_nvfp4", x, NV_GROUP)
     scale = _nvfp4_scale(parts).float()[..., None]
     return (_round_e2m1(parts / scale) * scale).flatten(-2).to(x.dtype)
+
+
+def roundtrip_nvfp4(x: Tensor) -> Tensor:
+    """dequantise(quantise(x)) in the dtype of x: x [..., K] floats, K a multiple of 16."""
+    run = backends.pick("roundtrip_nvfp4", x) or roundtrip_nvfp4_reference
+    return run(x)
 
 
 def _check_scales(op: str, channels: int, scales: Tensor, group: int | None = None) -> None:

@@ -1,0 +1,191 @@
+/* Attention with a sink over a window of rows and selected packed records, one latent as key and value.
+ * Source: model specification, section 2.5. T rows, H heads, dh head width.
+ *
+ * One row of the step at a time, so that its bits do not depend on the batch. Scores have a head in each lane: a key
+ * pair of channels is broadcast against 16 heads. Listed rows go 64 at a time, which is where the running maximum, and
+ * with it the rounding of probabilities, changes in the reference profile. */
+#include <stdlib.h>
+
+#include "grids.h"
+#include "parallel.h"
+
+enum { FP8 = 0, NVFP4 = 2 };
+#define GROUP 64
+
+typedef struct { /* one thread's room */
+    vu queries[512];        /* [dh/2] channel pairs, a head a lane */
+    vf scores[GROUP];       /* [row], a head a lane */
+    vu high[GROUP / 2];     /* probabilities of row pairs */
+    vu low[GROUP / 2];      /* what rounding took from them */
+    vf sums[16 * 1024 / LANES]; /* [head][dh] */
+    vu values[GROUP / 2 * 1024 / LANES]; /* [row pair][dh] pairs (row, row + 1) */
+    bf16 unpacked[GROUP * 1024];
+    bf16 nothing[1024];
+} Room;
+
+/* 16 rows times up to 16 heads */
+INLINE void score_rows(const bf16 *const *keys, const vu *queries, int64_t dh, vf *scores, int rows) {
+    vf acc[16];
+    for (int r = 0; r < rows; r++) acc[r] = zeros();
+    for (int64_t j = 0; j < dh / 2; j++) {
+        vu q = queries[j];
+        for (int r = 0; r < rows; r++) {
+            uint32_t pair;
+            memcpy(&pair, keys[r] + 2 * j, 4);
+            acc[r] = dot_pairs(acc[r], splat_u(pair), q);
+        }
+    }
+    for (int r = 0; r < rows; r++) scores[r] = acc[r];
+}
+
+/* sums[h][ch] += probabilities[pair][h] * values[pair][ch] for 4 heads and 64 channels */
+INLINE void add_values(vf *sums, int64_t dh, const uint32_t *high, const uint32_t *low, const vu *values, int pairs,
+                       int split) {
+    vf acc[16];
+    int64_t ld = dh / LANES;
+    for (int h = 0; h < 4; h++)
+        for (int v = 0; v < 4; v++) acc[4 * h + v] = sums[h * ld + v];
+    for (int r = 0; r < pairs; r++) {
+        vu x[4];
+        for (int v = 0; v < 4; v++) x[v] = values[r * ld + v];
+        for (int h = 0; h < 4; h++) {
+            vu p = splat_u(high[r * LANES + h]);
+            for (int v = 0; v < 4; v++) acc[4 * h + v] = dot_pairs(acc[4 * h + v], p, x[v]);
+            if (split) {
+                p = splat_u(low[r * LANES + h]);
+                for (int v = 0; v < 4; v++) acc[4 * h + v] = dot_pairs(acc[4 * h + v], p, x[v]);
+            }
+        }
+    }
+    for (int h = 0; h < 4; h++)
+        for (int v = 0; v < 4; v++) sums[h * ld + v] = acc[4 * h + v];
+}
+
+/* up to 64 listed rows into the running softmax of `heads` <= 16 heads */
+INLINE void add_group(Room *room, const bf16 **keys, int count, int heads, int64_t dh, float scale, vf *peak, vf *total,
+                      int started, int round_probs) {
+    int padded = (count + 15) / 16 * 16;
+    for (int r = count; r < padded; r++) keys[r] = room->nothing;
+    for (int r = 0; r < padded; r += 16) score_rows(keys + r, room->queries, dh, room->scores + r, 16);
+    vf top = *peak;
+    for (int r = 0; r < count; r++) {
+        room->scores[r] = room->scores[r] * splat(scale);
+        top = at_least(top, room->scores[r]);
+    }
+    int64_t ld = dh / LANES;
+    if (started) { /* earlier groups against the new maximum */
+        float by[LANES];
+        vf shrink = exp_v(*peak - top);
+        *total *= shrink;
+        store_f(by, shrink);
+        for (int h = 0; h < heads; h++)
+            if (by[h] != 1.0f)
+                for (int64_t v = 0; v < ld; v++) room->sums[h * ld + v] *= splat(by[h]);
+    } else {
+        memset(room->sums, 0, sizeof(vf) * (size_t)(LANES * ld));
+    }
+    *peak = top;
+    int pairs = (count + 1) / 2;
+    vf sum = zeros();
+    for (int r = 0; r < pairs; r++) {
+        vf a = exp_v(room->scores[2 * r] - top), b = zeros();
+        sum += a;
+        if (2 * r + 1 < count) {
+            b = exp_v(room->scores[2 * r + 1] - top);
+            sum += b;
+        }
+        vf a1 = round_bf_v(a), b1 = round_bf_v(b);
+        room->high[r] = pair_exact(a1, b1);
+        if (!round_probs) room->low[r] = pair_bf(a - a1, b - b1);
+    }
+    *total += sum;
+    for (int r = 0; r < pairs; r++) {
+        const bf16 *a = keys[2 * r], *b = 2 * r + 1 < count ? keys[2 * r + 1] : room->nothing;
+        for (int64_t j = 0; j < dh; j += LANES) room->values[r * ld + j / LANES] = pair_exact(load_bf(a + j), load_bf(b + j));
+    }
+    for (int h = 0; h < heads; h += 4)
+        for (int64_t v = 0; v < ld; v += 4) {
+            const uint32_t *high = (const uint32_t *)room->high + h, *low = (const uint32_t *)room->low + h;
+            if (round_probs) add_values(room->sums + h * ld + v, dh, high, low, room->values + v, pairs, 0);
+            else add_values(room->sums + h * ld + v, dh, high, low, room->values + v, pairs, 1);
+        }
+}
+
+INLINE void attend_row(Room *room, const bf16 *q, int heads, int64_t dh, const bf16 *rows, int64_t count,
+                       const uint8_t *pool, int64_t block_bytes, int64_t offset, int64_t entries, int format,
+                       const int64_t *records, int64_t num_records, const float *sink, float scale, int round_probs,
+                       bf16 *out) {
+    for (int64_t j = 0; j < dh / 2; j += LANES) {
+        vu block[16];
+        for (int h = 0; h < LANES; h++) block[h] = h < heads ? load_u(q + h * dh + 2 * j) : splat_u(0);
+        transpose16(block);
+        for (int i = 0; i < LANES; i++) room->queries[j + i] = block[i];
+    }
+    const bf16 *keys[GROUP];
+    vf peak = splat(-1e30f), total = zeros();
+    int started = 0;
+    for (int64_t r = 0; r < count; r += GROUP) {
+        int have = count - r < GROUP ? (int)(count - r) : GROUP;
+        for (int i = 0; i < have; i++) keys[i] = rows + (r + i) * dh;
+        add_group(room, keys, have, heads, dh, scale, &peak, &total, started, round_probs);
+        started = 1;
+    }
+    int64_t record = format == FP8 ? dh + dh / 32 : dh / 2 + dh / 16;
+    for (int64_t r = 0; r < num_records; r += GROUP) {
+        int have = 0;
+        int64_t end = r + GROUP < num_records ? r + GROUP : num_records;
+        for (int64_t i = r; i < end; i++) {
+            if (records[i] < 0) continue;
+            const uint8_t *data = pool + records[i] / entries * block_bytes + offset + records[i] % entries * record;
+            bf16 *to = room->unpacked + have * dh;
+            if (format == FP8) unpack_fp8(data, data + dh, to, dh);
+            else unpack_nvfp4(data, data + dh / 2, to, dh);
+            keys[have++] = to;
+        }
+        if (!have) continue;
+        add_group(room, keys, have, heads, dh, scale, &peak, &total, started, round_probs);
+        started = 1;
+    }
+    if (!started) {
+        memset(out, 0, (size_t)(heads * dh) * 2);
+        return;
+    }
+    float by[LANES], own[LANES];
+    for (int h = 0; h < LANES; h++) own[h] = h < heads ? sink[h] : 0.0f;
+    store_f(by, total + exp_v(load_f(own) - peak));
+    for (int h = 0; h < heads; h++)
+        for (int64_t v = 0; v < dh / LANES; v++)
+            store_bf(out + h * dh + v * LANES, room->sums[h * (dh / LANES) + v] / splat(by[h]));
+}
+
+/* q, out [T, H, dh] packed bfloat16, dh a multiple of 64, at most 1024, H a multiple of 4; rows [N, dh] bfloat16;
+ * pool NULL: no records. Returns 0, or 1 without memory. */
+int32_t benthic_sink_attention(const bf16 *q, const bf16 *rows, const int64_t *begin, const int64_t *count,
+                               const uint8_t *pool, int64_t block_bytes, int64_t offset, int64_t entries,
+                               int32_t format, const int64_t *records, int64_t num_records, const float *sink,
+                               bf16 *out, int64_t total, int64_t heads, int64_t dh, float scale, int32_t round_probs,
+                               int32_t threads) {
+    int64_t bands = (heads + LANES - 1) / LANES;
+    int n = team(threads, total * bands, 2);
+    size_t size = (sizeof(Room) + 4095) / 4096 * 4096;
+    char *rooms = aligned_alloc(4096, size * (size_t)n);
+    if (!rooms) return 1;
+    for (int i = 0; i < n; i++) memset(((Room *)(rooms + size * (size_t)i))->nothing, 0, sizeof(bf16) * 1024);
+    PARALLEL(n)
+    for (int64_t i = 0; i < total * bands; i++) {
+        int64_t t = i / bands, h = i % bands * LANES;
+        int some = heads - h < LANES ? (int)(heads - h) : LANES;
+        Room *room = (Room *)(rooms + size * (size_t)this_thread());
+        const bf16 *window = rows + begin[t] * dh;
+        if (dh == 128)
+            attend_row(room, q + (t * heads + h) * dh, some, 128, window, count[t], pool, block_bytes, offset, entries,
+                       format, records + t * num_records, pool ? num_records : 0, sink + h, scale, round_probs,
+                       out + (t * heads + h) * dh);
+        else
+            attend_row(room, q + (t * heads + h) * dh, some, dh, window, count[t], pool, block_bytes, offset, entries,
+                       format, records + t * num_records, pool ? num_records : 0, sink + h, scale, round_probs,
+                       out + (t * heads + h) * dh);
+    }
+    free(rooms);
+    return 0;
+}
