@@ -1,0 +1,228 @@
+"""Sink attention against golden vectors (grouped rounding included) and a dense softmax in float64."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from benthic.errors import ShapeError
+from benthic.kernels import attn_sparse, kv_copy
+from benthic.kernels.attn_sparse import sink_attention
+from benthic.testing.cases import ATTENTION, AttentionCase
+from benthic.testing.tolerances import assert_close
+
+
+def dense(
+    q: Tensor, rows: Tensor, begin: Tensor, count: Tensor, entries: Tensor, records: Tensor | None, sink: Tensor
+) -> Tensor:
+    """One row at a time: softmax over its rows and the sink, float64."""
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    for t in range(q.shape[0]):
+        k = rows[int(begin[t]) : int(begin[t] + count[t])]
+        if records is not None:
+            k = torch.cat([k, entries[records[t][records[t] >= 0]].to(k.dtype)])
+        logits = q[t].double() @ k.double().t() * q.shape[2] ** -0.5
+        logits = torch.cat([logits, sink.double()[:, None]], dim=1)
+        out[t] = logits.softmax(1)[:, :-1] @ k.double()
+    return out
+
+
+def store(entries: Tensor) -> kv_copy.Paged:
+    """The entries as float32 records, record i holding entry i, poison around them."""
+    blocks = entries.shape[0] // 8 + 1
+    width = 4 * entries.shape[1]
+    pool = torch.full((blocks, 64 + 8 * width), 0xFF, dtype=torch.uint8, device=entries.device)
+    paged = kv_copy.Paged(pool, 32, 0, 8, entries.shape[1], "f32")
+    kv_copy.write_records(paged, torch.arange(entries.shape[0], device=entries.device), entries)
+    return paged
+
+
+def make(case: AttentionCase, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    span = case.window + case.rows
+    count = torch.randint(1, case.window + 1, (case.rows,), device=device)
+    begin = (torch.rand(case.rows, device=device) * (span - count + 1)).long()
+    records = None
+    if case.entries:
+        chosen = torch.rand(case.rows, case.stored, device=device).argsort(1)[:, : case.entries].sort(1).values
+        kept = torch.randint(0, case.entries + 1, (case.rows, 1), device=device)
+        records = torch.where(torch.arange(case.entries, device=device) < kept, chosen, -1)
+    return {
+        "q": (2 * torch.randn(case.rows, case.heads, case.width, device=device)).to(dtype),
+        "rows": torch.randn(span, case.width, device=device).to(dtype),
+        "begin": begin,
+        "count": count,
+        "entries": torch.randn(case.stored, case.width, device=device).to(dtype).float(),
+        "records": records,
+        "sink": torch.randn(case.heads, device=device),
+    }
+
+
+def run(made: dict[str, Any], round_probs: bool, *, whole_rows: bool = False) -> Tensor:
+    paged = None
+    if made["records"] is not None:
+        paged = made["entries"] if whole_rows else store(made["entries"])
+    scale = made["q"].shape[2] ** -0.5
+    names = ("q", "rows", "begin", "count")
+    return sink_attention(*(made[n] for n in names), paged, made["records"], made["sink"], scale, round_probs)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_golden(golden: Callable[[str], dict[str, Any]], device: torch.device, rounded: bool) -> None:
+    """In float32 the rounded probabilities show at 1e-3, so the groups of 64 and their running maxima are seen."""
+    data = golden("attn_sparse")
+    q, rows, entries, sink = (torch.tensor(data[n], device=device) for n in ("q", "rows", "entries", "sink"))
+    for case in data["cases"]:
+        begin, count = (torch.tensor([case[n]], device=device) for n in ("begin", "count"))
+        records = None if case["records"] is None else torch.tensor([case["records"]], device=device)
+        paged = None if records is None else store(entries)
+        y = sink_attention(q[None], rows, begin, count, paged, records, sink, data["scale"], rounded)
+        want = torch.tensor([case["rounded" if rounded else "exact"]], dtype=torch.float64)
+        assert_close("sink_attention", y, want, 2.0)
+
+
+def test_golden_tells_the_roundings_apart(golden: Callable[[str], dict[str, Any]]) -> None:
+    cases = golden("attn_sparse")["cases"]
+    gaps = [(torch.tensor(c["exact"]) - torch.tensor(c["rounded"])).abs().max().item() for c in cases]
+    assert max(gaps) > 2e-4
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", ATTENTION, ids=lambda c: c.reason)
+def test_shapes(device: torch.device, case: AttentionCase, dtype: torch.dtype, rounded: bool) -> None:
+    made = make(case, dtype, device)
+    y = run(made, rounded)
+    assert y.dtype == dtype
+    names = ("q", "rows", "begin", "count", "entries", "records", "sink")
+    assert_close("sink_attention_rounded" if rounded else "sink_attention", y, dense(*(made[n] for n in names)), 4.0)
+
+
+@pytest.mark.parametrize("case", ATTENTION, ids=lambda c: c.reason)
+def test_whole_rows_serve_like_records(device: torch.device, case: AttentionCase) -> None:
+    made = make(case, torch.float32, device)
+    assert_close("sink_attention", run(made, False, whole_rows=True), run(made, False), 4.0)
+
+
+@pytest.mark.parametrize("tile", [1, 1 << 12, 1 << 15])
+def test_tiles_do_not_show(device: torch.device, monkeypatch: pytest.MonkeyPatch, tile: int) -> None:
+    made = make(ATTENTION[3], torch.float32, device)
+    whole = run(made, True)
+    monkeypatch.setattr(attn_sparse, "TILE_ELEMENTS", tile)
+    assert_close("sink_attention", run(made, True), whole, 4.0)
+
+
+@given(st.integers(1, 20), st.integers(0, 200), st.integers(0, 90), st.booleans(), st.integers(0, 2**31))
+@settings(max_examples=40, deadline=None)
+def test_equals_dense_softmax(rows: int, count: int, entries: int, shared: bool, seed: int) -> None:
+    """Any split between window rows and entries; `shared`: all rows see the same, which takes the dense way."""
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randn(300, 16, generator=generator)
+    stored = torch.randn(100, 16, generator=generator)
+    begin = torch.randint(0, 100, (1 if shared else rows,), generator=generator).expand(rows)
+    records = torch.rand(1 if shared else rows, 100, generator=generator).argsort(1)[:, :entries].sort(1).values
+    made = {
+        "q": torch.randn(rows, 2, 16, generator=generator),
+        "rows": table,
+        "begin": begin,
+        "count": torch.full((rows,), count),
+        "entries": stored,
+        "records": records.expand(rows, -1),
+        "sink": torch.randn(2, generator=generator),
+    }
+    want = dense(*(made[n] for n in ("q", "rows", "begin", "count", "entries", "records", "sink")))
+    assert_close("sink_attention", run(made, False), want, 4.0)
+
+
+def test_rows_that_nobody_lists_do_not_matter(device: torch.device) -> None:
+    made = make(ATTENTION[3], torch.float32, device)
+    seen = torch.zeros(made["rows"].shape[0], dtype=torch.bool, device=device)
+    for begin, count in zip(made["begin"].tolist(), made["count"].tolist(), strict=True):
+        seen[begin : begin + count] = True
+    clean = run(made, False)
+    assert not seen.all()
+    made["rows"][~seen] = torch.nan
+    assert torch.equal(run(made, False), clean)
+
+
+def test_skipped_records_read_nothing(device: torch.device) -> None:
+    """Record 0 is poison; a -1 must not reach it."""
+    made = make(ATTENTION[3], torch.float32, device)
+    made["records"] = torch.where(made["records"] == 0, -1, made["records"]).sort(1, descending=True).values
+    paged = store(made["entries"])
+    args = (made["q"], made["rows"], made["begin"], made["count"], paged, made["records"], made["sink"], 0.2, False)
+    clean = sink_attention(*args)
+    paged.pool[0, 32 : 32 + 4 * made["q"].shape[2]] = 0xFF
+    assert kv_copy.read_records(paged, torch.tensor([0], device=device)).isnan().all()
+    assert torch.equal(sink_attention(*args), clean)
+
+
+def test_extreme_logits(device: torch.device) -> None:
+    made = make(ATTENTION[1], torch.float32, device)
+    names = ("q", "rows", "begin", "count", "entries", "records", "sink")
+    for q_size, sink in ((1e3, 0.0), (1e3, 1e4), (1e-8, -1e4), (0.0, 0.0), (1.0, 80.0)):
+        case = made | {"q": made["q"] * q_size, "sink": torch.full_like(made["sink"], sink)}
+        y = run(case, False)
+        assert y.isfinite().all()
+        assert_close("sink_attention", y, dense(*(case[n] for n in names)), 100.0)
+
+
+def test_row_without_anything_to_see_is_zero(device: torch.device) -> None:
+    made = make(ATTENTION[3], torch.float32, device)
+    made["count"][4] = 0
+    made["records"][4] = -1
+    y = run(made, True)
+    assert torch.equal(y[4], torch.zeros_like(y[4]))
+    assert y.isfinite().all()
+
+
+def test_strides(device: torch.device) -> None:
+    made = make(ATTENTION[3], torch.bfloat16, device)
+    whole = run(made, False)
+    made["q"] = torch.cat([made["q"], made["q"]], 2)[..., : made["q"].shape[2]]
+    made["rows"] = made["rows"].t().contiguous().t()
+    made["records"] = made["records"].t().contiguous().t()
+    assert torch.equal(run(made, False), whole)
+
+
+def test_gradient(device: torch.device) -> None:
+    case = ATTENTION[3]
+    made = make(case, torch.float32, device)
+    results = []
+    for kind in (torch.float32, torch.float64):
+        leaves = [made[n].detach().to(kind).requires_grad_() for n in ("q", "rows", "entries", "sink")]
+        copy = made | dict(zip(("q", "rows", "entries", "sink"), leaves, strict=True))
+        y = run(copy, False, whole_rows=True) if kind == torch.float32 else differentiable_dense(copy)
+        y.square().sum().backward()
+        results.append([leaf.grad for leaf in leaves])
+    for got, want in zip(*results, strict=True):
+        assert got is not None
+        torch.testing.assert_close(got.double(), want, atol=1e-4, rtol=1e-4)
+
+
+def differentiable_dense(made: dict[str, Any]) -> Tensor:
+    rows = []
+    for t in range(made["q"].shape[0]):
+        k = made["rows"][int(made["begin"][t]) : int(made["begin"][t] + made["count"][t])]
+        k = torch.cat([k, made["entries"][made["records"][t][made["records"][t] >= 0]]])
+        logits = made["q"][t] @ k.t() * made["q"].shape[2] ** -0.5
+        rows.append(torch.cat([logits, made["sink"][:, None]], dim=1).softmax(1)[:, :-1] @ k)
+    return torch.stack(rows)
+
+
+def test_refuses() -> None:
+    q, rows, at, sink = torch.zeros(2, 3, 32), torch.zeros(5, 32), torch.zeros(2, dtype=torch.int64), torch.zeros(3)
+    records = torch.zeros(2, 4, dtype=torch.int64)
+    with pytest.raises(ShapeError, match="sink_attention: q, rows"):
+        sink_attention(q, torch.zeros(5, 16), at, at, None, None, sink, 1.0, False)
+    with pytest.raises(ShapeError, match="sink_attention: begin, count, sink"):
+        sink_attention(q, rows, at, at, None, None, sink[:2], 1.0, False)
+    with pytest.raises(ShapeError, match="sink_attention: paged, records"):
+        sink_attention(q, rows, at, at, None, records, sink, 1.0, False)
+    with pytest.raises(ShapeError, match="sink_attention: records"):
+        sink_attention(q, rows, at, at, rows, records[:1], sink, 1.0, False)
+    with pytest.raises(ShapeError, match="sink_attention: paged channels"):
+        sink_attention(q, rows, at, at, torch.zeros(5, 16), records, sink, 1.0, False)
