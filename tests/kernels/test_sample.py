@@ -1,0 +1,238 @@
+"""The sampling kernels against slow answers: exact integers, a sorted reference, chi-square."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benthic.errors import ShapeError
+from benthic.kernels import sample
+
+UNIT = 2**40
+
+
+def slow_mix(x: int) -> int:
+    m = 2**64 - 1
+    x &= m
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & m
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & m
+    return x ^ (x >> 31)
+
+
+@given(seed=st.integers(0, 2**63 - 1), position=st.integers(0, 2**40), purpose=st.integers(0, 2))
+def test_random_bits_are_splitmix_in_64_bits(seed: int, position: int, purpose: int):
+    golden = 0x9E3779B97F4A7C15
+    want = slow_mix(slow_mix(seed + golden) + (3 * position + purpose + 1) * golden) >> 11
+    got = sample.random_bits(torch.tensor([seed]), torch.tensor([position]), purpose)
+    assert got.tolist() == [want]
+
+
+def test_random_bits_look_uniform_and_differ_by_key():
+    keys = torch.arange(20000)
+    streams = [
+        sample.random_bits(torch.zeros_like(keys), keys),
+        sample.random_bits(keys, torch.zeros_like(keys)),
+        sample.random_bits(keys, torch.zeros_like(keys), sample.ACCEPT),
+    ]
+    for bits in streams:
+        counts = np.bincount((bits >> 47).numpy(), minlength=64)
+        assert ((counts - 312.5) ** 2 / 312.5).sum() < 110  # chi-square, 63 degrees of freedom, 1 in 5000
+        assert len(set(bits.tolist())) == 20000
+    assert not set(streams[1].tolist()) & set(streams[2].tolist())
+
+
+# ---- the draw --------------------------------------------------------------------------------------------------------
+
+
+def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
+    expected = probabilities * counts.sum()
+    assert (counts[expected == 0] == 0).all()
+    kept = expected > 0
+    return float(((counts[kept] - expected[kept]) ** 2 / expected[kept]).sum())
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+def test_draws_follow_the_softmax(temperature: float):
+    logits = torch.tensor([[2.0, -1.0, 0.5, 0.5, -math.inf, 3.0, -4.0, 1.0]])
+    weights = sample.token_weights(logits, logits.max(1).values, torch.tensor([temperature], dtype=torch.float64))
+    draws = 1_000_000
+    bits = sample.random_bits(torch.arange(draws), torch.full((draws,), 9))
+    counts = np.zeros(8)
+    for part in bits.split(100_000):
+        counts += np.bincount(sample.draw(weights.expand(len(part), -1).contiguous(), part).numpy(), minlength=8)
+    want = torch.softmax(logits.double() / temperature, 1)[0].numpy()
+    assert chi_square(counts, want) < 26  # 6 degrees of freedom, 1 in 5000
+
+
+@given(
+    weights=st.lists(st.integers(0, UNIT), min_size=1, max_size=40).filter(any),
+    bits=st.integers(0, 2**53 - 1),
+)
+def test_the_draw_inverts_the_cumulative_sum(weights: list[int], bits: int):
+    got = int(sample.draw(torch.tensor([weights]), torch.tensor([bits]))[0])
+    point = min(int(float(bits) * 2.0**-53 * float(sum(weights))), sum(weights) - 1)
+    running = 0
+    for want, weight in enumerate(weights):
+        running += weight
+        if running > point:
+            assert got == want
+            assert weight > 0
+            return
+    pytest.fail("the reference found nothing")
+
+
+def test_the_ends_of_the_unit_interval():
+    weights = torch.tensor([[0, 3, 0, UNIT, 0]] * 2)
+    assert sample.draw(weights, torch.tensor([0, 2**53 - 1])).tolist() == [1, 3]
+
+
+def test_a_row_does_not_depend_on_its_batch():
+    torch.manual_seed(3)
+    logits = torch.randn(33, 1031) * 4
+    temperature = torch.rand(33, dtype=torch.float64) + 0.2
+    bits = sample.random_bits(torch.arange(33) * 7919, torch.arange(33))
+    top_k, top_p = [5 + i for i in range(33)], [0.5 + i / 70 for i in range(33)]
+
+    def tokens(rows: list[int]) -> list[int]:
+        x = logits[rows]
+        weights = sample.token_weights(x, x.max(1).values, temperature[rows])
+        weights = sample.filter_weights(
+            x, weights, [top_k[i] for i in rows], [top_p[i] for i in rows], [0.01] * len(rows)
+        )
+        return sample.draw(weights, bits[rows]).tolist()
+
+    together = tokens(list(range(33)))
+    assert [tokens([i])[0] for i in range(33)] == together
+    order = torch.randperm(33).tolist()
+    assert tokens(order) == [together[i] for i in order]
+
+
+def test_extreme_logits_and_temperatures():
+    logits = torch.tensor([[3e38, -3e38, 3e38, 0.0], [-3e38, -3.1e38, -3e38, -math.inf], [1e-40, 0.0, -1e-40, -1.0]])
+    for temperature in (1e-6, 1.0, 100.0):
+        t = torch.full((3,), temperature, dtype=torch.float64)
+        weights = sample.token_weights(logits, logits.max(1).values, t)
+        assert weights.min() >= 0
+        assert weights.max() == UNIT
+        assert weights[0, 0] == weights[0, 2] == weights[1, 0] == weights[1, 2] == weights[2, 0] == UNIT
+        assert weights[0, 1] == weights[1, 3] == 0
+
+
+def test_no_rows_and_bad_shapes():
+    none = torch.zeros(0, 7, dtype=torch.int64)
+    assert sample.draw(none, torch.zeros(0, dtype=torch.int64)).shape == (0,)
+    assert sample.filter_weights(torch.zeros(0, 7), none, [], [], []).shape == (0, 7)
+    assert sample.rank_logprobs(torch.zeros(0, 7), torch.zeros(0, dtype=torch.int64), 3).ids.shape == (0, 0)
+    with pytest.raises(ShapeError):
+        sample.draw(none, torch.zeros(1, dtype=torch.int64))
+
+
+# ---- filters ---------------------------------------------------------------------------------------------------------
+
+
+def slow_filter(logits: list[float], weights: list[int], k: int, p: float, min_p: float) -> set[int]:
+    """Ids that stay, by a stable sort and running sums."""
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    if 0 < k < len(order):
+        order = order[:k]
+    if p < 1:
+        total, running, kept = sum(weights[i] for i in order), 0, []
+        for i in order:
+            if kept and running >= p * total:
+                break
+            kept.append(i)
+            running += weights[i]
+        order = kept
+    return {i for i in order if weights[i] and weights[i] >= min_p * UNIT}
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), vocab=st.integers(1, 40), rows=st.integers(1, 4))
+def test_filters_against_a_sorted_reference(data: st.DataObject, vocab: int, rows: int):
+    value = st.sampled_from([0.0, 1.0, 1.5, -2.0, 3.0]) | st.floats(-5, 5, width=32)  # ties are common
+    logits = torch.tensor(
+        data.draw(st.lists(st.lists(value, min_size=vocab, max_size=vocab), min_size=rows, max_size=rows))
+    )
+    top_k = data.draw(st.lists(st.integers(0, vocab + 2), min_size=rows, max_size=rows))
+    top_p = data.draw(st.lists(st.sampled_from([1.0, 0.9, 0.5, 1e-6, 0.999]), min_size=rows, max_size=rows))
+    min_p = data.draw(st.lists(st.sampled_from([0.0, 0.0, 0.05, 0.5]), min_size=rows, max_size=rows))
+    weights = sample.token_weights(logits, logits.max(1).values, torch.ones(rows, dtype=torch.float64))
+    got = sample.filter_weights(logits, weights, top_k, top_p, min_p)
+    for r in range(rows):
+        want = slow_filter(logits[r].tolist(), weights[r].tolist(), top_k[r], top_p[r], min_p[r])
+        assert set(got[r].nonzero()[:, 0].tolist()) == want
+        assert all(got[r, i] == weights[r, i] for i in want)
+
+
+@pytest.mark.parametrize("vocab", [513, 2000])
+def test_top_p_beyond_the_first_candidates(vocab: int):
+    torch.manual_seed(5)
+    logits = torch.randn(6, vocab) * 0.1  # flat: the nucleus is most of the vocabulary
+    logits[1] *= 100  # peaked: it is a few tokens
+    logits[4] = 0.0  # all equal
+    weights = sample.token_weights(logits, logits.max(1).values, torch.ones(6, dtype=torch.float64))
+    top_k, top_p, min_p = [0, 0, 700, 3, 0, 0], [0.9, 0.9, 0.95, 0.5, 0.25, 1.0], [0.0] * 6
+    got = sample.filter_weights(logits, weights, top_k, top_p, min_p)
+    for r in range(6):
+        want = slow_filter(logits[r].tolist(), weights[r].tolist(), top_k[r], top_p[r], 0.0)
+        assert set(got[r].nonzero()[:, 0].tolist()) == want
+
+
+# ---- penalties, log-probabilities ------------------------------------------------------------------------------------
+
+
+def test_penalties_against_a_loop():
+    torch.manual_seed(1)
+    logits = torch.randn(3, 11) * 3
+    counts = torch.randint(0, 3, (3, 11)).float()
+    seen = (counts > 0) | (torch.rand(3, 11) < 0.3)
+    repetition, presence, frequency = (
+        torch.tensor([1.0, 1.7, 0.4]),
+        torch.tensor([0.0, 1.5, -2.0]),
+        torch.tensor([0.3, 0, 2]),
+    )
+    got = sample.apply_penalties(logits, seen, counts, repetition, presence, frequency)
+    for r in range(3):
+        for v in range(11):
+            x = float(logits[r, v])
+            if seen[r, v]:
+                x = x / float(repetition[r]) if x > 0 else x * float(repetition[r])
+            x -= float(frequency[r]) * float(counts[r, v])
+            x -= float(presence[r]) if counts[r, v] else 0.0
+            assert got[r, v] == pytest.approx(x, abs=1e-6)
+
+
+@pytest.mark.parametrize("k", [0, 1, 3, 9])
+def test_logprobs_are_a_log_softmax_with_ties_by_lowest_id(k: int):
+    logits = torch.tensor([[1.0, 2.0, 2.0, -math.inf, 0.0, 2.0, 1.0, 1.0, -3.0], [0.0] * 9])
+    ranked = sample.rank_logprobs(logits, torch.tensor([4, 8]), k)
+    exact = torch.log_softmax(logits.double(), 1)
+    assert torch.allclose(ranked.chosen.double(), exact[[0, 1], [4, 8]], atol=1e-6)
+    for r in range(2):
+        want = sorted(range(9), key=lambda i: (-float(logits[r, i]), i))[:k]
+        assert ranked.ids[r].tolist() == want
+        assert torch.allclose(ranked.top[r].double(), exact[r, want], atol=1e-6)
+
+
+def test_logprobs_of_damaged_rows_do_not_fail():
+    logits = torch.full((2, 5), math.nan)
+    logits[1, 2] = 1.0
+    ranked = sample.rank_logprobs(logits, torch.tensor([0, 2]), 2)
+    assert ranked.ids.shape == (2, 2)
+
+
+def test_non_contiguous_rows():
+    torch.manual_seed(2)
+    wide = torch.randn(4, 2 * 97)
+    logits = wide[:, ::2]
+    temperature = torch.ones(4, dtype=torch.float64)
+    a = sample.token_weights(logits, logits.max(1).values, temperature)
+    b = sample.token_weights(logits.contiguous(), logits.max(1).values, temperature)
+    assert torch.equal(a, b)
+    assert torch.equal(
+        sample.filter_weights(logits, a, [7] * 4, [0.7] * 4, [0.0] * 4),
+        sample.filter_weights(logits.contiguous(), b, [7] * 4, [0.7] * 4, [0.0] * 4),
+    )
