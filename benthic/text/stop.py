@@ -1,6 +1,7 @@
 """Stop strings: text that may be the start of one is held back, and what a match cuts off is never shown.
 
-Source: online API specification, section 5, point 3. Earliest match wins; on a tie the first listed.
+Source: online API specification, section 5, point 3. The match that is complete first wins, so that the result does not
+depend on how the text comes in pieces; on a tie the first listed.
 """
 
 from collections.abc import Sequence
@@ -31,11 +32,11 @@ class StopMatcher:
             text, self._held = self._held + text, ""
             return text
         text = self._held + text
-        found = [(at, i) for i, stop in enumerate(self._stops) if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), i) for i, stop in enumerate(self._stops) if (at := text.find(stop)) >= 0]
         if found:
-            at, i = min(found)
+            end, i = min(found)
             self.matched, self._held = self._stops[i], ""
-            return text[:at]
+            return text[: end - len(self._stops[i])]
         keep = self._possible_start(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
