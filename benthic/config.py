@@ -183,7 +183,7 @@ def add_arguments(parser: argparse.ArgumentParser, skip: Sequence[str] = ()) -> 
     skip  keys whose flag the command uses for something of its own, such as the seed of its one request.
     """
     group = parser.add_argument_group("configuration", "docs/configuration.md explains each setting")
-    group.add_argument("--config", metavar="FILE", help="TOML file with settings")
+    group.add_argument("--config", dest=_FILE, metavar="FILE", help="TOML file with settings")
     for setting in settings():
         if setting.key not in skip:
             text = f"{setting.doc} (default {setting.default!r})".replace("%", "%%").replace("`", "")
@@ -191,13 +191,13 @@ def add_arguments(parser: argparse.ArgumentParser, skip: Sequence[str] = ()) -> 
 
 
 def from_arguments(args: argparse.Namespace, **overrides: object) -> Config:
-    """The configuration a command runs with: `load`, with the flags that `add_arguments` made.
+    """The configuration a command runs with: `load`, with the flags that `add_arguments` made, if it did.
 
     overrides  top-level keys the command decides itself; they win over the flags.
     """
     flags = {key.removeprefix(_DEST): value for key, value in vars(args).items() if key.startswith(_DEST)}
     given = {key: value for key, value in flags.items() if value is not None}
-    return load(args.config, overrides={**given, **overrides})
+    return load(getattr(args, _FILE, None), overrides={**given, **overrides})
 
 
 def user_cache_dir() -> Path:
@@ -234,7 +234,7 @@ def markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-_DEST = "setting:"
+_DEST, _FILE = "setting:", "settings file"  # names in the namespace that no command uses for something of its own
 
 
 def _leaves(tree: type, prefix: str) -> Iterator[Setting]:

@@ -152,6 +152,14 @@ def test_a_command_may_keep_a_flag_for_itself() -> None:
     assert (args.seed, got.seed, got.cache.blocks, got.device) == (5, None, 9, "cpu")
 
 
+def test_a_command_without_settings_or_with_a_config_of_its_own_still_has_a_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("BENTHIC_LOG_LEVEL", "debug")
+    args = argparse.Namespace(config="a model's config.json")
+    assert config.from_arguments(args).log_level == "debug"
+
+
 def test_the_user_cache_folder_follows_the_desktop_convention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert config.user_cache_dir() == tmp_path / "benthic"

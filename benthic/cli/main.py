@@ -57,8 +57,7 @@ def _run(argv: list[str]) -> int:
     if args.verb is None:
         parser.print_help(sys.stderr)
         return 2
-    settings = config.from_arguments(args) if "config" in args else config.load()
-    log.setup(settings.log_level)
+    log.setup(config.from_arguments(args).log_level)
     return import_module(f"benthic.cli.{args.verb}").run(args)
 
 
