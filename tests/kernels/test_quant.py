@@ -99,6 +99,23 @@ def test_scale_of_every_bf16_maximum(kind: str) -> None:
 
 
 @every_kind
+def test_scale_of_float32_maxima_around_every_boundary(kind: str) -> None:
+    """A few float32 steps around each maximum where the scale changes: ceiling and ties look at the last bit."""
+    quantise, _, _, group = KINDS[kind]
+    limit = 448 if kind == "fp8" else 6
+    if kind == "nvfp4":
+        edges = limit * (CODES["fp8"][1:] + CODES["fp8"][:-1]) / 2
+    else:
+        edges = limit * np.ldexp(1.0, np.arange(-20, 60))
+    bits = edges.astype(np.float32).view(np.int32)[:, None] + np.arange(-4, 5, dtype=np.int32)
+    top = bits.reshape(-1).view(np.float32)
+    x = torch.zeros(len(top), group)
+    x[:, -1] = torch.from_numpy(top)
+    _, scales = quantise(x)
+    np.testing.assert_array_equal(scales.view(torch.uint8).numpy()[:, 0], slow_scale(kind, top))
+
+
+@every_kind
 def test_code_of_every_bf16_number_under_its_own_scale(kind: str) -> None:
     """Groups of neighbouring bf16 numbers: all mantissas, all exponents, both signs."""
     quantise, _, _, group = KINDS[kind]
