@@ -1,5 +1,6 @@
 """A small byte-level BPE tokenizer in the V4.1 form, built in milliseconds, for tests that need real token ids."""
 
+import random
 from pathlib import Path
 
 import tokenizers
@@ -16,13 +17,21 @@ Reasoning Effort: 75 calls invoke name parameter string true false ## Tools Resp
 """
 
 
-def build_raw_tokenizer(vocab_size: int = 512) -> tokenizers.Tokenizer:
+# the order puts image at 4090 and system, the drafter's noise id, at 4089 of 4096, as the tiny configurations say
+_FIRST = ("bos", "eos", "pad")
+_LAST = (
+    *("ref_open", "ref_close", "box_open", "box_close", "point_open", "point_close", "polygon_open", "polygon_close"),
+    *("fim_hole", "fim_begin", "fim_end", "reminder", "system", "image"),
+    *("user", "assistant", "think_open", "think_close", "dsml"),
+)
+SMALL = 512  # ids that the built-in text is enough for
+
+
+def build_raw_tokenizer(vocab_size: int = SMALL) -> tokenizers.Tokenizer:
     """BOS, EOS, pad at ids 0 to 2, then 256 bytes, then merges, then the other 19 special tokens at the very end.
 
-    vocab_size at least 278; exactly that many ids, or fewer when the built-in text has no more pairs to merge.
+    vocab_size  from 278 to 16384; the tokenizer has exactly that many ids. Above 512 made-up words fill it.
     """
-    first = [SPECIALS[name].spelling for name in ("bos", "eos", "pad")]
-    last = [special.spelling for name, special in SPECIALS.items() if name not in ("bos", "eos", "pad")]
     raw = tokenizers.Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -38,23 +47,35 @@ def build_raw_tokenizer(vocab_size: int = 512) -> tokenizers.Tokenizer:
     )
     raw.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - len(last),
-        special_tokens=[tokenizers.AddedToken(spelling, special=True, normalized=False) for spelling in first],
+        vocab_size=vocab_size - len(_LAST),
+        special_tokens=[_token(name, special=True) for name in _FIRST],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    raw.train_from_iterator(_WORDS.splitlines(), trainer)
-    raw.add_tokens([tokenizers.AddedToken(spelling, special=False, normalized=False) for spelling in last])
+    raw.train_from_iterator([*_WORDS.splitlines(), *_made_up_words(max(0, vocab_size - SMALL))], trainer)
+    raw.add_tokens([_token(name, special=False) for name in _LAST])
+    assert raw.get_vocab_size() == vocab_size, f"{raw.get_vocab_size()} ids, want {vocab_size}"
     return raw
 
 
-def write_tokenizer(folder: Path, vocab_size: int = 512) -> Path:
+def _token(name: str, special: bool) -> tokenizers.AddedToken:
+    return tokenizers.AddedToken(SPECIALS[name].spelling, special=special, normalized=False)
+
+
+def _made_up_words(count: int) -> list[str]:
+    """Different words of five syllables, each twice, so that each can become a token."""
+    rng = random.Random(7)
+    words = ["".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(5)) for _ in range(count)]
+    return [f" {word}" for word in words for _ in range(2)]
+
+
+def write_tokenizer(folder: Path, vocab_size: int = SMALL) -> Path:
     """Save the tokenizer into a checkpoint folder; returns the file."""
     path = folder / FILE_NAME
     build_raw_tokenizer(vocab_size).save(str(path))
     return path
 
 
-def build_tokenizer(folder: Path, vocab_size: int = 512) -> Tokenizer:
+def build_tokenizer(folder: Path, vocab_size: int = SMALL) -> Tokenizer:
     """The same, loaded."""
     return Tokenizer(write_tokenizer(folder, vocab_size))
