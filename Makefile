@@ -13,10 +13,10 @@ demo: $(VENV)/.runtime  ## from a bare clone to text: installs what serving need
 	$(BIN)/benthic generate --model minnow --prompt "Once upon a time" --max-tokens 120 --temperature 0
 
 check: $(VENV)/.dev
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/python docs/generate.py --check
 
 test: $(VENV)/.dev

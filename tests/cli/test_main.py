@@ -171,8 +171,8 @@ def test_a_reader_that_goes_away_is_quiet(body: str) -> None:
         [sys.executable, "-c", PROBE.format(body=body)], stdout=write, stderr=subprocess.PIPE, text=True
     ) as process:
         os.close(write)
-        assert os.read(read, 8) == b"started\n"
-        os.close(read)
+        with os.fdopen(read) as reader:
+            assert reader.readline() == "started\n"
         _, err = process.communicate(timeout=20)
     assert err == ""
     assert process.returncode == 141
