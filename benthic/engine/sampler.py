@@ -22,7 +22,7 @@ class _Recipe(NamedTuple):
 
     params: SamplingParams  # kept alive, so that its id() names it
     greedy: bool
-    filtered: bool
+    narrow: bool  # top-k or top-p
     edited: bool
     bias_ids: Tensor
     bias_values: Tensor
@@ -95,7 +95,7 @@ class Sampler:
         recipe = _Recipe(
             params=params,
             greedy=params.temperature == 0,
-            filtered=0 < params.top_k < self.vocab_size or params.top_p < 1 or params.min_p > 0,
+            narrow=0 < params.top_k < self.vocab_size or params.top_p < 1,
             edited=bool(params.logit_bias or params.allowed_ids or params.banned_ids),
             bias_ids=torch.tensor([token for token, _ in params.logit_bias], **ids),
             bias_values=torch.tensor([b for _, b in params.logit_bias], dtype=torch.float32, device=self.device),
@@ -135,29 +135,27 @@ class Sampler:
         return logits
 
     def _penalise(self, logits: Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> None:
-        vocab = self.vocab_size
-        seen = torch.zeros(len(rows) * vocab, dtype=torch.bool, device=self.device)
-        counts = torch.zeros(len(rows) * vocab, dtype=torch.float32, device=self.device)
-        everything: list[Tensor] = []
+        """Change the logits of every token that stands in its row's context; several mentions write the same value."""
+        counts = torch.zeros(logits.numel(), dtype=torch.float32, device=self.device)
+        mentioned: list[Tensor] = []
         output: list[Tensor] = []
-        for row, i in enumerate(rows):
-            d = draws[i]
-            assert d.context is not None
-            ids = torch.frombuffer(d.context, dtype=torch.int32).to(self.device, torch.int64) + row * vocab
-            everything.append(ids)
-            output.append(ids[d.prompt_tokens :])
-        seen[torch.cat(everything)] = True
-        produced = torch.cat(output)
+        lengths: list[int] = []
+        for i in rows:
+            context = draws[i].context
+            assert context is not None
+            ids = torch.frombuffer(context, dtype=torch.int32).to(self.device, torch.int64) + i * self.vocab_size
+            mentioned.append(ids)
+            output.append(ids[draws[i].prompt_tokens :])
+            lengths.append(len(context))
+        at, produced = torch.cat(mentioned), torch.cat(output)
         counts.scatter_add_(0, produced, torch.ones_like(produced, dtype=torch.float32))  # whole numbers: exact
-        settings = torch.tensor(
-            [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in (draws[i].params for i in rows)],
-            dtype=torch.float32,
-            device=self.device,
+        params = [draws[i].params for i in rows]
+        table = [[p.repetition_penalty, p.presence_penalty, p.frequency_penalty] for p in params]
+        settings = torch.tensor(table, device=self.device).repeat_interleave(
+            torch.tensor(lengths, device=self.device), dim=0, output_size=len(at)
         )
-        at = torch.tensor(rows, device=self.device)
-        logits[at] = sample.apply_penalties(
-            logits[at], seen.view(-1, vocab), counts.view(-1, vocab), *settings.unbind(dim=1)
-        )
+        flat = logits.view(-1)
+        flat[at] = sample.apply_penalties(flat[at], counts[at], *settings.unbind(dim=1))
 
     def _draw(
         self,
@@ -170,27 +168,40 @@ class Sampler:
     ) -> Tensor:
         """`best` with the rows that are drawn replaced."""
         device = self.device
-        everything = len(rows) == len(recipes)
-        at = torch.tensor(rows, device=device)
-        x, peak = (logits, peaks) if everything else (logits[at], peaks[at])
-        temperature = torch.tensor([d.params.temperature for d in draws], dtype=torch.float64, device=device)
-        weights = sample.token_weights(x, peak, temperature)
-        filtered = [j for j, i in enumerate(rows) if recipes[i].filtered]
-        if filtered:
-            params = [draws[j].params for j in filtered]
-            pick = torch.tensor(filtered, device=device)
-            some = len(filtered) < len(rows)
-            kept = sample.filter_weights(
-                x[pick] if some else x,
-                weights[pick] if some else weights,
-                [p.top_k for p in params],
-                [p.top_p for p in params],
-                [p.min_p for p in params],
-            )
-            weights = weights.index_copy(0, pick, kept) if some else kept
+        bad = ~peaks.isfinite()
+        if device.type != "cpu" or bool(bad.any()):  # they fail later; here they must only do no harm
+            logits, peaks = logits.masked_fill(bad[:, None], 0.0), peaks.masked_fill(bad, 0.0)
+        params = [d.params for d in draws]
+        temperature = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device)
         keys = torch.tensor([(d.seed, d.position) for d in draws], dtype=torch.int64, device=device)
-        tokens = sample.draw(weights, sample.random_bits(keys[:, 0], keys[:, 1]))
-        return tokens if everything else best.index_copy(0, at, tokens)
+        bits = sample.random_bits(keys[:, 0], keys[:, 1])
+
+        def part(chosen: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            """Logits, peaks, temperatures and bits of some of the drawn rows."""
+            if len(chosen) == len(recipes):
+                return logits, peaks, temperature, bits
+            at, own = torch.tensor([rows[j] for j in chosen], device=device), torch.tensor(chosen, device=device)
+            return logits[at], peaks[at], temperature[own], bits[own]
+
+        few = [j for j, i in enumerate(rows) if recipes[i].narrow]
+        many = [j for j, i in enumerate(rows) if not recipes[i].narrow]
+        for chosen in (few, many):
+            if not chosen:
+                continue
+            x, peak, t, point = part(chosen)
+            floor = [params[j].min_p for j in chosen]
+            if chosen is few:
+                top_k, top_p = [params[j].top_k for j in chosen], [params[j].top_p for j in chosen]
+                ids, weights = sample.narrow(x, peak, t, top_k, top_p, floor)
+                tokens = ids.gather(1, sample.draw(weights, point)[:, None])[:, 0]
+            else:
+                weights = sample.token_weights(x, peak, t)
+                weights = sample.keep_share(weights, floor) if any(floor) else weights
+                tokens = sample.draw(weights, point)
+            if len(chosen) == len(recipes):
+                return tokens
+            best = best.index_copy(0, torch.tensor([rows[j] for j in chosen], device=device), tokens)
+        return best
 
 
 def _rank(logits: Tensor, tokens: Sequence[int], k: int) -> list[TokenLogprobs]:

@@ -27,7 +27,9 @@ RESIDUAL = 1  # the token after a rejected draft;
 ACCEPT = 2  # the test of a draft
 
 _UNIT = float(2**40)  # weight of the best token; 2**40 * 2**23 tokens still fit into int64
-_CANDIDATES = 512  # tokens sorted for top-p before the whole vocabulary is, on CPU
+_CANDIDATES = 64  # tokens sorted for top-p before more are
+_LOWEST = float("-inf")
+_NEVER_REACHED = 2.0**62  # above any sum of weights
 
 
 def _signed(x: int) -> int:
@@ -57,21 +59,16 @@ def random_bits(seeds: Tensor, positions: Tensor, purpose: int = TARGET) -> Tens
     return (x >> 11) & (2**53 - 1)
 
 
-def apply_penalties(
-    logits: Tensor, seen: Tensor, counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
-) -> Tensor:
-    """Step 1.
+def apply_penalties(logits: Tensor, counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor) -> Tensor:
+    """Step 1, for tokens that stand in prompt or output; the others keep their logits.
 
-    logits      [R, V] f32.
-    seen        [R, V] bool, ids of prompt or output.
-    counts      [R, V] f32, how often the output has an id.
-    repetition, presence, frequency   [R] f32.
-    returns     [R, V] f32.
+    logits      [N] f32, of N such tokens, of any rows.
+    counts      [N] f32, how often each stands in its row's output.
+    repetition, presence, frequency   [N] f32, of its row.
+    returns     [N] f32.
     """
-    factor = repetition[:, None]
-    repeated = torch.where(logits > 0, logits / factor, logits * factor)
-    logits = torch.where(seen, repeated, logits)
-    return logits - frequency[:, None] * counts - presence[:, None] * (counts > 0)
+    logits = logits.clamp(min=0) / repetition + logits.clamp(max=0) * repetition
+    return logits - frequency * counts - presence * (counts > 0)
 
 
 def token_weights(logits: Tensor, peaks: Tensor, temperature: Tensor) -> Tensor:
@@ -82,59 +79,105 @@ def token_weights(logits: Tensor, peaks: Tensor, temperature: Tensor) -> Tensor:
     temperature  [R] f64, > 0.
     returns      [R, V] int64; 2^40 at the peak, 0 where the logit is -inf.
     """
-    x = (logits.double() - peaks.double()[:, None]) / temperature[:, None]
-    return (x.exp_() * _UNIT).to(torch.int64)
+    x = logits.double()  # a copy, changed in place from here on
+    return x.sub_(peaks[:, None]).div_(temperature[:, None]).exp_().mul_(_UNIT).to(torch.int64)
 
 
-def _highest(logits: Tensor, count: Tensor, most: int) -> Tensor:
-    """[R, V] bool: the `count` [R] >= 1 highest logits of each row; ties: lowest id. most: the largest count."""
-    threshold = logits.topk(most, dim=1).values.gather(1, (count - 1)[:, None])
-    above, level = logits > threshold, logits == threshold
-    room = count - above.sum(dim=1)
-    return above | (level & (level.cumsum(dim=1) <= room[:, None]))
+def keep_share(weights: Tensor, min_p: Sequence[float]) -> Tensor:
+    """Step 4 for rows with min-p alone: zero the weights below this share of the best token's.
+
+    weights [R, V] int64; min_p: R numbers in [0, 1), 0: off. returns [R, V] int64.
+    """
+    floor = (torch.tensor(min_p, dtype=torch.float64, device=weights.device) * _UNIT).ceil().to(torch.int64)
+    return weights.masked_fill(weights < floor[:, None], 0)
 
 
-def filter_weights(
-    logits: Tensor, weights: Tensor, top_k: Sequence[int], top_p: Sequence[float], min_p: Sequence[float]
-) -> Tensor:
-    """Step 4: zero the weights of tokens that a filter drops. The best token always stays.
+class Narrow(NamedTuple):
+    """What the filters leave of R rows, in the form of m candidates each."""
 
-    logits   [R, V] f32, the logits that `weights` come from.
-    weights  [R, V] int64.
+    ids: Tensor  # [R, m] int64, ascending
+    weights: Tensor  # [R, m] int64; 0: dropped after all
+
+
+def narrow(
+    logits: Tensor,
+    peaks: Tensor,
+    temperature: Tensor,
+    top_k: Sequence[int],
+    top_p: Sequence[float],
+    min_p: Sequence[float],
+) -> Narrow:
+    """Steps 3 and 4 for rows with top-k or top-p: few candidates instead of the whole vocabulary.
+
+    logits, peaks, temperature   as in `token_weights`; no NaN.
     top_k    R integers; 0, V and above: off. Ties: lowest id first.
     top_p    R numbers in (0, 1]; 1: off. Kept: tokens in order of falling probability while the sum before them is
              below top_p of what top-k leaves; the token that crosses the line stays. Ties: lowest id first.
-    min_p    R numbers in [0, 1); 0: off. Kept: tokens with at least this share of the best token's probability.
-    returns  [R, V] int64.
-    Cost     a partial sort of each row; all of it where top_p < 1 without top_k meets a flat distribution.
+    min_p    R numbers in [0, 1); 0: off.
+    returns  the candidates. The best token always stays.
+    Cost     a partial sort of each row. Where top_p < 1 comes without top_k, one pass over R * V, and a larger partial
+             sort as long as the candidates hold too little of the distribution.
     """
-    rows, vocab = logits.shape
-    device = logits.device
+    vocab, device = logits.shape[1], logits.device
     bounds = [k if 0 < k < vocab else vocab for k in top_k]
-    most = max((k for k in bounds if k < vocab), default=0)
-    unbounded = [p < 1 and k == vocab for k, p in zip(bounds, top_p, strict=True)]
-    if any(unbounded):
-        most = max(most, min(_CANDIDATES, vocab) if device.type == "cpu" else vocab)
-    keep = torch.ones_like(logits, dtype=torch.bool)
-    if rows and most:
-        limit = torch.tensor(bounds, device=device)
-        share = torch.tensor(top_p, dtype=torch.float64, device=device)
-        while True:
-            cumulative = weights.gather(1, logits.topk(most, dim=1).indices).cumsum(dim=1)  # [R, most]
-            total = cumulative.gather(1, (limit.clamp(max=most) - 1)[:, None])[:, 0]
-            total = torch.where(limit < vocab, total, weights.sum(dim=1))
-            line = share * total.double()
-            # tokens before which the sum is below the line: the first one, and every one after a sum below it
-            count = 1 + (cumulative[:, :-1].double() < line[:, None]).sum(dim=1)
-            if most == vocab or not any(unbounded) or not bool((cumulative[:, -1].double() < line)[unbounded].any()):
-                break
-            most = vocab
-        off = limit.eq(vocab) & share.eq(1)
-        keep = _highest(logits, torch.minimum(count, limit), most) | off[:, None]
-    if any(min_p):
-        floor = torch.tensor(min_p, dtype=torch.float64, device=device) * _UNIT
-        keep &= weights.double() >= floor[:, None]
-    return torch.where(keep, weights, 0)
+    open_rows = [p < 1 and k == vocab for k, p in zip(bounds, top_p, strict=True)]
+    most = max((k for k in bounds if k < vocab), default=1)
+    if any(open_rows):
+        most = max(most, _CANDIDATES)
+    if any(k == vocab and p == 1 for k, p in zip(bounds, top_p, strict=True)):
+        most = vocab  # a row without either: everything is a candidate
+    limit = torch.tensor(bounds, dtype=torch.int64, device=device)
+    share = torch.tensor(top_p, dtype=torch.float64, device=device)
+    every = token_weights(logits, peaks, temperature) if any(open_rows) else None
+    whole = every.sum(dim=1) if every is not None else None
+    most = min(most, vocab)
+    enlarged = False
+    while True:
+        values, ids = _best(logits, most)  # [R, m] falling
+        weights = token_weights(values, peaks, temperature)
+        most = weights.shape[1]
+        cumulative = weights.cumsum(dim=1)
+        total = cumulative.gather(1, (limit.clamp(max=most) - 1)[:, None])[:, 0]
+        total = total if whole is None else torch.where(limit < vocab, total, whole)
+        line = torch.where(share < 1, share * total.double(), _NEVER_REACHED).ceil().to(torch.int64)
+        if most == vocab or every is None or whole is None:
+            break
+        short = (cumulative[:, -1] < line)[open_rows]
+        if not bool(short.any()):
+            break
+        # tokens below an even share of what top-p leaves out are left out, all of them
+        even = ((1 - share) * whole.double() / vocab).to(torch.int64)
+        above = (every >= even[:, None]).sum(dim=1)[open_rows][short]
+        most = vocab if enlarged else max(most, int(above.max()))
+        enlarged = True
+    # the first token stays, and every one after a sum below the line
+    count = 1 + (cumulative[:, :-1] < line[:, None]).sum(dim=1)
+    count = torch.minimum(count, limit)
+    edge = values.gather(1, (count - 1)[:, None])
+    room = count - (values > edge).sum(dim=1)
+    ids, order = ids.sort(dim=1)
+    values, weights = values.gather(1, order), weights.gather(1, order)
+    level = values == edge
+    keep = (values > edge) | (level & (level.cumsum(dim=1) <= room[:, None]))
+    weights = weights.masked_fill(~keep, 0)
+    return Narrow(ids, keep_share(weights, min_p) if any(min_p) else weights)
+
+
+def _best(logits: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    """Values and ids, [R, m] each, of the m highest logits, falling; ties at the edge: lowest ids. No NaN."""
+    rows, vocab = logits.shape
+    if m == vocab or logits.device.type != "cpu":
+        values, ids = logits.sort(dim=1, descending=True, stable=True)
+        return values[:, :m], ids[:, :m]
+    values, ids = logits.topk(m, dim=1)
+    if rows and bool(((logits >= values[:, -1:]).sum(dim=1) > m).any()):
+        edge = values[:, -1:]
+        level = logits == edge
+        room = m - (values > edge).sum(dim=1, keepdim=True)
+        ids = ((logits > edge) | (level & (level.cumsum(dim=1) <= room))).nonzero()[:, 1].view(rows, m)
+        values, order = logits.gather(1, ids).sort(dim=1, descending=True)
+        ids = ids.gather(1, order)
+    return values, ids
 
 
 def draw(weights: Tensor, bits: Tensor) -> Tensor:
@@ -173,8 +216,7 @@ def rank_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Ranked:
     if not k or not rows:
         empty = logprobs.new_empty(rows, 0)
         return Ranked(chosen, empty, empty.to(torch.int64))
-    ranked = logits.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
-    keep = _highest(ranked, torch.full((rows,), k, device=logits.device), k)
-    ids = keep.nonzero()[:, 1].view(rows, k)  # ascending in each row
+    _, ids = _best(logits.nan_to_num(nan=_LOWEST, posinf=-_LOWEST, neginf=_LOWEST), k)
+    ids = ids.sort(dim=1).values
     top, order = logprobs.gather(1, ids).sort(dim=1, descending=True, stable=True)
     return Ranked(chosen, top, ids.gather(1, order))

@@ -96,13 +96,13 @@ def test_a_row_does_not_depend_on_its_batch():
     bits = sample.random_bits(torch.arange(33) * 7919, torch.arange(33))
     top_k, top_p = [5 + i for i in range(33)], [0.5 + i / 70 for i in range(33)]
 
-    def tokens(rows: list[int]) -> list[int]:
+    def tokens(rows: list[int]) -> list[tuple[int, int]]:
         x = logits[rows]
-        weights = sample.token_weights(x, x.max(1).values, temperature[rows])
-        weights = sample.filter_weights(
-            x, weights, [top_k[i] for i in rows], [top_p[i] for i in rows], [0.01] * len(rows)
-        )
-        return sample.draw(weights, bits[rows]).tolist()
+        k, p = [top_k[i] for i in rows], [top_p[i] for i in rows]
+        ids, weights = sample.narrow(x, x.max(1).values, temperature[rows], k, p, [0.01] * len(rows))
+        some = ids.gather(1, sample.draw(weights, bits[rows])[:, None])[:, 0]
+        every = sample.draw(sample.token_weights(x, x.max(1).values, temperature[rows]), bits[rows])
+        return list(zip(some.tolist(), every.tolist(), strict=True))
 
     together = tokens(list(range(33)))
     assert [tokens([i])[0] for i in range(33)] == together
@@ -124,7 +124,9 @@ def test_extreme_logits_and_temperatures():
 def test_no_rows_and_bad_shapes():
     none = torch.zeros(0, 7, dtype=torch.int64)
     assert sample.draw(none, torch.zeros(0, dtype=torch.int64)).shape == (0,)
-    assert sample.filter_weights(torch.zeros(0, 7), none, [], [], []).shape == (0, 7)
+    empty = sample.narrow(torch.zeros(0, 7), torch.zeros(0), torch.ones(0, dtype=torch.float64), [], [], [])
+    assert empty.ids.shape[0] == empty.weights.shape[0] == 0
+    assert sample.keep_share(none, []).shape == (0, 7)
     assert sample.rank_logprobs(torch.zeros(0, 7), torch.zeros(0, dtype=torch.int64), 3).ids.shape == (0, 0)
     with pytest.raises(ShapeError):
         sample.draw(none, torch.zeros(1, dtype=torch.int64))
@@ -159,12 +161,27 @@ def test_filters_against_a_sorted_reference(data: st.DataObject, vocab: int, row
     top_k = data.draw(st.lists(st.integers(0, vocab + 2), min_size=rows, max_size=rows))
     top_p = data.draw(st.lists(st.sampled_from([1.0, 0.9, 0.5, 1e-6, 0.999]), min_size=rows, max_size=rows))
     min_p = data.draw(st.lists(st.sampled_from([0.0, 0.0, 0.05, 0.5]), min_size=rows, max_size=rows))
-    weights = sample.token_weights(logits, logits.max(1).values, torch.ones(rows, dtype=torch.float64))
-    got = sample.filter_weights(logits, weights, top_k, top_p, min_p)
-    for r in range(rows):
+    check_filters(logits, top_k, top_p, min_p)
+
+
+def check_filters(logits: torch.Tensor, top_k: list[int], top_p: list[float], min_p: list[float]) -> None:
+    one = torch.ones(len(logits), dtype=torch.float64)
+    weights = sample.token_weights(logits, logits.max(1).values, one)
+    ids, kept = sample.narrow(logits, logits.max(1).values, one, top_k, top_p, min_p)
+    assert (ids.diff(dim=1) > 0).all()
+    for r in range(len(logits)):
         want = slow_filter(logits[r].tolist(), weights[r].tolist(), top_k[r], top_p[r], min_p[r])
-        assert set(got[r].nonzero()[:, 0].tolist()) == want
-        assert all(got[r, i] == weights[r, i] for i in want)
+        got = {i: w for i, w in zip(ids[r].tolist(), kept[r].tolist(), strict=True) if w}
+        assert set(got) == want
+        assert all(abs(got[i] - int(weights[r, i])) <= 1 for i in want)
+
+
+def test_min_p_alone():
+    logits = torch.randn(3, 50)
+    weights = sample.token_weights(logits, logits.max(1).values, torch.ones(3, dtype=torch.float64))
+    got = sample.keep_share(weights, [0.0, 0.3, 0.99])
+    for r, share in enumerate([0.0, 0.3, 0.99]):
+        assert got[r].tolist() == [w if w >= share * UNIT else 0 for w in weights[r].tolist()]
 
 
 @pytest.mark.parametrize("vocab", [513, 2000])
@@ -173,12 +190,9 @@ def test_top_p_beyond_the_first_candidates(vocab: int):
     logits = torch.randn(6, vocab) * 0.1  # flat: the nucleus is most of the vocabulary
     logits[1] *= 100  # peaked: it is a few tokens
     logits[4] = 0.0  # all equal
-    weights = sample.token_weights(logits, logits.max(1).values, torch.ones(6, dtype=torch.float64))
-    top_k, top_p, min_p = [0, 0, 700, 3, 0, 0], [0.9, 0.9, 0.95, 0.5, 0.25, 1.0], [0.0] * 6
-    got = sample.filter_weights(logits, weights, top_k, top_p, min_p)
-    for r in range(6):
-        want = slow_filter(logits[r].tolist(), weights[r].tolist(), top_k[r], top_p[r], 0.0)
-        assert set(got[r].nonzero()[:, 0].tolist()) == want
+    check_filters(logits, [0, 0, 700, 3, 0, 0], [0.9, 0.9, 0.95, 0.5, 0.25, 1.0], [0.0] * 6)
+    check_filters(logits[:5], [0, 0, 700, 3, 0], [0.9, 0.9, 0.95, 0.5, 0.25], [0.0] * 5)
+    check_filters(logits[1:2], [0], [0.9], [0.1])
 
 
 # ---- penalties, log-probabilities ------------------------------------------------------------------------------------
@@ -186,23 +200,17 @@ def test_top_p_beyond_the_first_candidates(vocab: int):
 
 def test_penalties_against_a_loop():
     torch.manual_seed(1)
-    logits = torch.randn(3, 11) * 3
-    counts = torch.randint(0, 3, (3, 11)).float()
-    seen = (counts > 0) | (torch.rand(3, 11) < 0.3)
-    repetition, presence, frequency = (
-        torch.tensor([1.0, 1.7, 0.4]),
-        torch.tensor([0.0, 1.5, -2.0]),
-        torch.tensor([0.3, 0, 2]),
-    )
-    got = sample.apply_penalties(logits, seen, counts, repetition, presence, frequency)
-    for r in range(3):
-        for v in range(11):
-            x = float(logits[r, v])
-            if seen[r, v]:
-                x = x / float(repetition[r]) if x > 0 else x * float(repetition[r])
-            x -= float(frequency[r]) * float(counts[r, v])
-            x -= float(presence[r]) if counts[r, v] else 0.0
-            assert got[r, v] == pytest.approx(x, abs=1e-6)
+    logits = torch.randn(60) * 3
+    counts = torch.randint(0, 3, (60,)).float()
+    repetition = torch.tensor([1.0, 1.7, 0.4]).repeat(20)
+    presence, frequency = torch.tensor([0.0, 1.5, -2.0, 0.3]).repeat(15), torch.tensor([0.3, 0, 2]).repeat(20)
+    got = sample.apply_penalties(logits, counts, repetition, presence, frequency)
+    for i in range(60):
+        x = float(logits[i])
+        x = x / float(repetition[i]) if x > 0 else x * float(repetition[i])
+        x -= float(frequency[i]) * float(counts[i])
+        x -= float(presence[i]) if counts[i] else 0.0
+        assert float(got[i]) == pytest.approx(x, abs=1e-6)
 
 
 @pytest.mark.parametrize("k", [0, 1, 3, 9])
@@ -232,7 +240,4 @@ def test_non_contiguous_rows():
     a = sample.token_weights(logits, logits.max(1).values, temperature)
     b = sample.token_weights(logits.contiguous(), logits.max(1).values, temperature)
     assert torch.equal(a, b)
-    assert torch.equal(
-        sample.filter_weights(logits, a, [7] * 4, [0.7] * 4, [0.0] * 4),
-        sample.filter_weights(logits.contiguous(), b, [7] * 4, [0.7] * 4, [0.0] * 4),
-    )
+    check_filters(logits, [7] * 4, [0.7] * 4, [0.0] * 4)
