@@ -1,4 +1,4 @@
-"""`benthic train data | backbone | pack`: the small model that ships with Benthic, from a corpus to a packed checkpoint."""
+"""`benthic train data | backbone | pack`: the small model that ships with Benthic, from a corpus to a checkpoint."""
 
 import argparse
 import json
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+
+_BAR = "{percentage:3.0f}% |{bar:20}| {n:.0f}/{total:.0f} s, {remaining} left, {postfix}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,8 +22,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--copy-tokens", type=_count, default=2_000_000, help="training tokens of the copy skill")
     data.add_argument("--seed", type=int, default=0)
     data.set_defaults(run_stage=_data)
-    for stage in (data,):
+    train = stages.add_parser("backbone", help="data folder -> trained masters, log and loss curve", allow_abbrev=False)
+    train.add_argument("--data", type=Path, required=True, help="data folder made by `benthic train data`")
+    train.add_argument("--out", type=Path, required=True, help="run folder; a saved state in it is resumed")
+    train.add_argument("--device", default="cuda", help="torch device")
+    train.add_argument("--limit-seconds", type=float, help="end the command, evaluation included, within this time")
+    train.add_argument(
+        "--reserve-seconds", type=float, default=45.0, help="of the limit, kept for evaluation and packing"
+    )
+    train.add_argument("--pack", type=Path, help="also write the checkpoint here at the end")
+    train.add_argument("--documents", type=_count, help="held-out documents to evaluate; default: all")
+    _add_settings(train)
+    train.set_defaults(run_stage=_backbone)
+    pack = stages.add_parser("pack", help="run folder -> checkpoint in the official format", allow_abbrev=False)
+    pack.add_argument("--data", type=Path, required=True, help="data folder of the run")
+    pack.add_argument("--run", type=Path, required=True, help="run folder written by `benthic train backbone`")
+    pack.add_argument("--out", type=Path, required=True, help="checkpoint folder to write")
+    pack.add_argument("--replace", action="store_true", help="take the place of a checkpoint that is there")
+    pack.set_defaults(run_stage=_pack)
+    for stage in (data, train, pack):
         stage.add_argument("--json", action="store_true", help="print the result as one JSON object")
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    """One option for each field of the run's settings, with its default."""
+    from dataclasses import fields
+
+    from benthic.train.loop import Settings
+
+    group = parser.add_argument_group("settings")
+    for field in fields(Settings):
+        kind = int if isinstance(field.default, int) else float
+        name = f"--{field.name.replace('_', '-')}"
+        group.add_argument(name, type=kind, default=field.default, help=f"default {field.default}")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,3 +96,83 @@ def _data(args: argparse.Namespace) -> int:
             print(f"  {part:16} {manifest.documents[part]:8} documents {count:10} tokens")
         print(f"  {manifest.looping_dropped} looping documents dropped")
     return 0
+
+
+def _backbone(args: argparse.Namespace) -> int:
+    import time
+    from dataclasses import fields
+
+    begin = time.monotonic()
+    import torch
+
+    from benthic.errors import TrainingError
+    from benthic.models.deepseek_v41_config import ModelConfig
+    from benthic.text.tokenizer import Tokenizer
+    from benthic.train import data, evaluate, loop, pack
+
+    device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise TrainingError("torch sees no CUDA device; train on a machine with one, or pass --device cpu")
+    settings = loop.Settings(**{field.name: getattr(args, field.name) for field in fields(loop.Settings)})
+    manifest, tokenizer = data.Manifest.read(args.data), Tokenizer.from_dir(args.data)
+    config_json = pack.read_config(args.data)
+    config, ids = ModelConfig.from_json(config_json), loop.Ids.of(tokenizer)
+    torch.set_float32_matmul_precision("high")
+    classes = torch.from_numpy(tokenizer.engram_classes())
+    trainer = loop.Trainer(config, classes, ids, settings, device)
+    loader = loop.RowLoader(args.data, manifest, settings, ids, device)
+    deadline = begin + args.limit_seconds - args.reserve_seconds if args.limit_seconds else float("inf")
+    bar = tqdm(total=settings.seconds, unit="s", file=sys.stderr, mininterval=1.0, bar_format=_BAR)
+    with trainer.kernels.installed(), bar:
+
+        def report(row: dict[str, float]) -> None:
+            bar.n = round(min(row["seconds"], settings.seconds), 1)
+            rate = f"{row['tokens_per_second'] / 1e3:.0f}k tok/s"
+            bar.set_postfix_str(
+                f"step {row['step']:.0f} loss {row['text']:.3f} needle {row['needle']:.2f} kl {row['index']:.2f} {rate}"
+            )
+
+        last = loop.run(trainer, loader, args.out, deadline, report)
+        result: dict[str, Any] = {"seconds": time.monotonic() - begin, **last}
+        result["parameters"] = sum(leaf.value.numel() for leaf in trainer.optimiser.leaves)
+        if args.pack is not None:
+            masters = trainer.optimiser.masters() | trainer.biases()
+            result["packed_bytes"] = pack.write(args.pack, args.data, config_json, masters, settings.seed, replace=True)
+        evaluator = evaluate.Evaluator(trainer, args.data, manifest, tokenizer)
+        result |= evaluate.report(trainer, evaluator, documents=args.documents)
+    if device.type == "cuda":
+        result["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
+        result["device"] = torch.cuda.get_device_name(device)
+    result |= {"torch": torch.__version__, "plot": str(loop.plot(args.out)), "total_seconds": time.monotonic() - begin}
+    (args.out / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    _show(result, args.json)
+    return 0
+
+
+def _pack(args: argparse.Namespace) -> int:
+    import torch
+
+    from benthic.models.deepseek_v41_config import ModelConfig
+    from benthic.text.tokenizer import Tokenizer
+    from benthic.train import loop, pack
+
+    config_json = pack.read_config(args.data)
+    tokenizer = Tokenizer.from_dir(args.data)
+    settings = loop.Settings(rows=1, needle_rows=0, copy_rows=0, index_rows=0)
+    classes = torch.from_numpy(tokenizer.engram_classes())
+    config = ModelConfig.from_json(config_json)
+    trainer = loop.Trainer(config, classes, loop.Ids.of(tokenizer), settings, torch.device("cpu"))
+    state = trainer.load(args.run / loop.STATE_FILE)
+    masters = trainer.optimiser.masters() | trainer.biases()
+    seed = state["settings"]["seed"]
+    size = pack.write(args.out, args.data, config_json, masters, seed, replace=args.replace)
+    _show({"folder": str(args.out), "bytes": size, "steps": trainer.steps}, args.json)
+    return 0
+
+
+def _show(result: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(result))
+        return
+    for key, value in result.items():
+        print(f"{key:36} {value:.6g}" if isinstance(value, float) else f"{key:36} {value}")

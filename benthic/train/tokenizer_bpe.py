@@ -1,7 +1,7 @@
 """Train the small model's tokenizer: byte-level BPE with every special token of the V4.1 format.
 
-The split pattern is V4's with digits taken singly, so that codes and sums are regular. Source: online API specification,
-section 2.1 (spellings); the minnow specification, section 5.2 (ids, pattern, share of template text).
+The split pattern is V4's with digits taken singly, so that codes and sums are regular. Source: online API
+specification, section 2.1 (spellings); the minnow specification, section 5.2 (ids, pattern, share of template text).
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ FIRST = ("bos", "eos", "pad")  # ids 0, 1, 2; the other special tokens stand at 
 
 PATTERNS = (
     r"\p{N}",
-    r"[一-龥぀-ゟ゠-ヿ]+",
+    "[一-龥぀-ゟ\u30a0-ヿ]+",
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )

@@ -1,0 +1,349 @@
+"""The training form of a model's memory: whole rows of tokens, every stored value still part of the graph.
+
+B rows of L tokens run as one step of T = B L. Nothing is packed or paged: layers that own compressed KV leave it here,
+later layers read it, and attention goes over [window ; compressed] keys of the own row at once. With top-k in force a
+mask says which entries an index source chose; without it every visible entry is attended (dense visibility).
+
+The index loss teaches the indexers: the distribution of their scores over visible entries against the attention mass
+that the layers using the selection put there (heads summed, gradient stopped), as a sum of KL divergences. It is taken
+on the first `index_rows` rows.
+
+H heads, dh head width, Hi and di index heads and width, N = L // ratio compressed entries a row.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+
+from benthic.kernels import quant
+from benthic.models.base import LayerMemory, Selection
+from benthic.models.deepseek_v41_config import LayerPlan, ModelConfig
+from benthic.train.kernels import TrainingKernels, sink_gate
+from benthic.types import Numerics
+
+TILE = 128  # block-sparse granularity of the attention kernel, in folded query rows and in keys
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """What is in force in a forward pass."""
+
+    topk: bool  # selections limit attention; else every visible entry is attended
+    index_rows: int  # first rows of the batch on which the index loss is taken; 0: none
+
+
+class Source(NamedTuple):
+    """What one index source scored, on the rows of the index loss."""
+
+    q: Tensor  # [b, L, Hi, di]
+    weights: Tensor  # [b, L, Hi]
+    keys: Tensor  # [b, N, di]
+    allowed: Tensor | None  # [b, L, N] bool: selected entries; None: all visible
+    ratio: int
+
+
+class RowShapes:
+    """What depends only on B, L and the config: positions, visibility, block masks, buffers. Built once a run."""
+
+    def __init__(
+        self, config: ModelConfig, plan: tuple[LayerPlan, ...], rows: int, length: int, device: torch.device,
+        kernels: TrainingKernels,
+    ):  # fmt: skip
+        self.text, self.plan, self.kernels = config.text, plan, kernels
+        self.rows, self.length, self.device = rows, length, device
+        self.heads = config.text.num_attention_heads
+        at = torch.arange(length, device=device)
+        self.positions = at.repeat(rows)  # [T]
+        self.groups = {r: length // r for r in sorted({p.ratio for p in plan} - {0})}  # entries a row
+        self.group_positions = {r: (torch.arange(n, device=device) * r).repeat(rows) for r, n in self.groups.items()}
+        self.visible = {r: (at + 1) // r for r in self.groups}  # [L] entries a token may see
+        self._masks: dict[Any, Any] = {}
+        self._chosen: dict[int, Tensor] = {}
+
+    def window_mask(self, ratio: int) -> Tensor:
+        """[L, L + N] bool: window keys, then compressed entries, dense visibility."""
+        at = torch.arange(self.length, device=self.device)
+        back = at[:, None] - at[None, :]
+        window = (back >= 0) & (back < self.text.sliding_window)
+        if not ratio:
+            return window
+        entries = torch.arange(self.groups[ratio], device=self.device)
+        return torch.cat([window, entries[None, :] < self.visible[ratio][:, None]], dim=1)
+
+    def chosen(self, source: int) -> Tensor:
+        """[B, L, N] bool: the entries that an index source selected. One buffer a source, overwritten each step."""
+        if source not in self._chosen:
+            shape = self.rows, self.length, self.groups[self.plan[source].ratio]
+            self._chosen[source] = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        return self._chosen[source]
+
+    def block_mask(self, ratio: int, source: int | None) -> BlockMask:
+        """Which tiles the attention kernel visits. source: index source whose selection is in force, None for all.
+
+        Heads are folded into the query axis (row = position * heads + head), so a tile of keys serves all heads.
+        """
+        key = ratio, source
+        if key not in self._masks:
+            self._masks[key] = self._make_mask(ratio, source)
+        return self._masks[key]
+
+    def _make_mask(self, ratio: int, source: int | None) -> BlockMask:
+        heads, length, window = self.heads, self.length, self.text.sliding_window
+        entries = self.groups.get(ratio, 0)
+
+        def visible(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+            position = row // heads
+            back = position - key
+            inside = (key < length) & (back >= 0) & (back < window)
+            if ratio == 0:
+                return inside
+            return inside | ((key >= length) & ((key - length + 1) * ratio <= position + 1))
+
+        mask = create_block_mask(
+            visible, None, None, length * heads, length + entries, device=self.device, BLOCK_SIZE=TILE
+        )
+        if source is None:
+            return mask
+        selected = self.chosen(source)
+
+        def selecting(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+            position = row // heads
+            back = position - key
+            inside = (key < length) & (back >= 0) & (back < window)
+            return inside | ((key >= length) & selected[b, position, torch.clamp(key - length, min=0)])
+
+        tiles = mask.to_dense()[:, :, : -(-length * heads // TILE), : -(-(length + entries) // TILE)].to(torch.int32)
+        order = torch.argsort(tiles, dim=-1, descending=True, stable=True).to(torch.int32)
+        return BlockMask.from_kv_blocks(
+            tiles.sum(-1, dtype=torch.int32),
+            order.contiguous(),
+            BLOCK_SIZE=TILE,
+            mask_mod=selecting,
+            seq_lengths=(length * heads, length + entries),
+        )
+
+
+class RowMemory:
+    """What the tokens of one training step can reach; made anew for each forward pass."""
+
+    def __init__(self, shapes: RowShapes, numerics: Numerics, mode: Mode):
+        self.shapes, self.numerics, self.mode = shapes, numerics, mode
+        self.latents: dict[int, Tensor] = {}  # KV source -> [B, N, dh]
+        self.keys: dict[int, Tensor] = {}  # KV source -> [B, N, di]
+        self.sources: dict[int, Source] = {}
+        self.mass: dict[int, list[tuple[Tensor, Tensor]]] = {}  # index source -> (target [b, L, N], its entropy)
+
+    def layer(self, index: int) -> "RowLayer":
+        return RowLayer(self, self.shapes.plan[index])
+
+    def index_loss(self) -> dict[int, Tensor]:
+        """Index source -> mean KL divergence a token, nats, summed over the layers that use the selection."""
+        losses: dict[int, Tensor] = {}
+        for index, source in self.sources.items():
+            visible = self.shapes.visible[source.ratio]
+            targets = torch.stack([target for target, _ in self.mass[index]]).sum(0)
+            entropy = torch.stack([entropy for _, entropy in self.mass[index]]).sum()
+            piece = self.shapes.kernels.piece(index_cross_entropy)
+            losses[index] = piece(source.q, source.weights, source.keys, targets, visible, source.allowed) - entropy
+        return losses
+
+
+class RowLayer(LayerMemory):
+    """One layer's part of the memory. Implements `base.LayerMemory`."""
+
+    def __init__(self, memory: RowMemory, plan: LayerPlan):
+        self.memory, self.plan, self.shapes = memory, plan, memory.shapes
+
+    def group_positions(self) -> Tensor:
+        return self.shapes.group_positions[self.plan.ratio]
+
+    def close_groups(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        ratio, rows = self.plan.ratio, self.shapes.rows
+        used = self.shapes.groups[ratio] * ratio  # an open group at the end of a row closes for nobody
+        whole = [x.unflatten(0, (rows, -1))[:, :used].reshape(-1, ratio, x.shape[-1]) for x in (a, b)]
+        return whole[0], whole[1]
+
+    def append(self, latent: Tensor, key: Tensor) -> None:
+        memory, rows = self.memory, self.shapes.rows
+        if memory.numerics.quantise:
+            latent = (
+                quant.roundtrip_nvfp4(latent) if self.shapes.text.use_fp4_sparse_kv else quant.roundtrip_fp8(latent)
+            )
+            key = quant.roundtrip_mxfp4(key)
+        memory.latents[self.plan.index] = latent.unflatten(0, (rows, -1))
+        memory.keys[self.plan.index] = key.unflatten(0, (rows, -1))
+
+    def select(self, q: Tensor, weights: Tensor, shared: Selection | None) -> Selection:
+        memory, shapes, plan, text = self.memory, self.shapes, self.plan, self.shapes.text
+        assert plan.keys_from is not None, f"layer {plan.index} selects but has no index keys to score"
+        q, weights = (x.unflatten(0, (shapes.rows, -1)) for x in (q, weights))
+        keys = memory.keys[plan.keys_from]
+        candidates = shared.candidates if shared is not None else None
+        chosen = torch.empty(0, dtype=torch.bool, device=q.device)  # dense visibility
+        if memory.mode.topk:
+            restrict = candidates if plan.candidates_from is not None else None
+            blocks = text.candidate_topk_blocks if plan.makes_candidates else 0
+            chosen = shapes.chosen(plan.index)
+            with torch.no_grad():
+                picked, emitted = shapes.kernels.piece(choose)(
+                    q, weights, keys, shapes.visible[plan.ratio], text.index_topk, restrict, blocks,
+                    text.candidate_block_size,
+                )  # fmt: skip
+                chosen.copy_(picked)
+            candidates = emitted if plan.makes_candidates else candidates
+        if memory.mode.index_rows:
+            b = memory.mode.index_rows
+            allowed = chosen[:b] if memory.mode.topk else None
+            memory.sources[plan.index] = Source(q[:b], weights[:b], keys[:b], allowed, plan.ratio)
+            memory.mass[plan.index] = []
+        return Selection(chosen, candidates)
+
+    def attend(self, q: Tensor, kw: Tensor, selection: Selection | None, sink: Tensor) -> Tensor:
+        memory, shapes, plan = self.memory, self.shapes, self.plan
+        rows, heads, width = shapes.rows, shapes.heads, q.shape[-1]
+        keys = kw.unflatten(0, (rows, -1))  # [B, L, dh]
+        compressed: Tensor | None = None
+        if selection is not None:
+            assert plan.kv_from is not None, f"layer {plan.index} attends to a selection but has no compressed KV"
+            compressed = memory.latents[plan.kv_from]
+            keys = torch.cat([keys, compressed], dim=1)
+        source = plan.topk_from if selection is not None and memory.mode.topk else None
+        folded = q.reshape(rows, 1, shapes.length * heads, width)
+        attention = block_sparse if shapes.kernels.compiled else masked
+        o, lse = attention(shapes, folded, keys, plan.ratio, source)
+        lse = lse.reshape(-1, heads)
+        if memory.mode.index_rows and compressed is not None and plan.topk_from in memory.sources:
+            b = memory.mode.index_rows
+            seen = memory.sources[plan.topk_from].allowed
+            with torch.no_grad():
+                target = shapes.kernels.piece(attention_mass)(
+                    folded[:b, 0], compressed[:b], lse[: b * shapes.length].unflatten(0, (b, -1)), sink,
+                    shapes.visible[plan.ratio], seen,
+                )  # fmt: skip
+            memory.mass[plan.topk_from].append(target)
+        return shapes.kernels.piece(sink_gate)(o.reshape(-1, heads, width), lse, sink)
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+def block_sparse(shapes: RowShapes, q: Tensor, keys: Tensor, ratio: int, source: int | None) -> tuple[Tensor, Tensor]:
+    """q [B, 1, L H, dh] over keys [B, M, dh] -> outputs without a sink and their log-sum-exp, block-sparse."""
+    k = keys.unsqueeze(1)
+    mask = shapes.block_mask(ratio, source)
+    o, aux = shapes.kernels.piece(flex_attention)(q, k, k, block_mask=mask, return_aux=AuxRequest(lse=True))
+    return o, aux.lse
+
+
+def masked(shapes: RowShapes, q: Tensor, keys: Tensor, ratio: int, source: int | None) -> tuple[Tensor, Tensor]:
+    """The same with an explicit mask: the CPU path and the reference of the block-sparse one."""
+    mask = shapes.window_mask(ratio)[None].expand(shapes.rows, -1, -1)
+    if source is not None:
+        mask = torch.cat([mask[..., : shapes.length], shapes.chosen(source)], dim=-1)
+    mask = mask.repeat_interleave(shapes.heads, dim=1)  # [B, L H, M]
+    logits = (q[:, 0].float() @ keys.float().transpose(1, 2)) * q.shape[-1] ** -0.5
+    logits = logits.masked_fill(~mask, -torch.inf)
+    lse = logits.logsumexp(-1)
+    o = torch.exp(logits - lse.unsqueeze(-1)) @ keys.float()
+    return o.to(q.dtype).unsqueeze(1), lse.unsqueeze(1)
+
+
+# ---- the indexer -----------------------------------------------------------------------------------------------------
+
+
+def scores_of(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """q [b, L, Hi, di], weights [b, L, Hi], keys [b, N, di] -> f32 [b, L, N]."""
+    dots = q.flatten(1, 2) @ keys.transpose(1, 2)  # [b, L Hi, N]
+    dots = dots.unflatten(1, (q.shape[1], q.shape[2])).float()
+    return (F.relu(dots) * weights.float().unsqueeze(-1)).sum(2)
+
+
+def ordered(values: Tensor) -> Tensor:
+    """f32 -> int32 in the same order; -0 counts as 0."""
+    bits = (values + 0.0).view(torch.int32)
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def top_mask(scores: Tensor, k: int) -> Tensor:
+    """The k largest of the last axis as a mask, lowest index first among equals; -inf is never taken. f32 [..., N].
+
+    Score and index make one 48-bit key. The k-th key is found by 48 halvings, which costs less on a device than sorting
+    short rows. N is below 2^16.
+    """
+    n = scores.shape[-1]
+    keys = (ordered(scores).to(torch.int64) << 16) | (n - 1 - torch.arange(n, device=scores.device))
+    low = torch.full_like(keys[..., :1], -(1 << 47))  # at least k keys are >= low, or low is below all keys
+    high = torch.full_like(low, 1 << 47)
+    for _ in range(48):
+        middle = (low + high) >> 1
+        enough = (keys >= middle).sum(-1, keepdim=True) >= k
+        low = torch.where(enough, middle, low)
+        high = torch.where(enough, high, middle)
+    return (keys >= low) & ~torch.isneginf(scores)
+
+
+def choose(
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    visible: Tensor,
+    topk: int,
+    restrict: Tensor | None,
+    blocks: int,
+    size: int,
+) -> tuple[Tensor, Tensor]:
+    """Chosen entries [B, L, N] bool; candidate blocks [B, L, ceil(N / size)] bool (empty when `blocks` is 0).
+
+    restrict  candidate blocks of an earlier source, as returned here: other entries are out.
+    """
+    scores = scores_of(q, weights, keys).to(q.dtype).float()  # compared as serving compares them
+    n = scores.shape[-1]
+    seen = torch.arange(n, device=q.device) < visible.unsqueeze(-1)  # [L, N]
+    scores = scores.masked_fill(~seen, -torch.inf)
+    emitted = seen.new_empty(0)
+    if blocks:
+        padded = F.pad(scores, (0, -n % size), value=-torch.inf)
+        best = padded.unflatten(-1, (-1, size)).amax(-1)  # [B, L, blocks]
+        newest = torch.arange(best.shape[-1], device=q.device) == (visible.unsqueeze(-1) - 1) // size
+        best = torch.where(newest & (visible.unsqueeze(-1) > 0), torch.inf, best)
+        emitted = top_mask(best, blocks)
+    if restrict is not None:
+        inside = restrict.repeat_interleave(size, dim=-1)[..., :n]
+        scores = scores.masked_fill(~inside, -torch.inf)
+    return top_mask(scores, topk), emitted
+
+
+def attention_mass(
+    q: Tensor, compressed: Tensor, lse: Tensor, sink: Tensor, visible: Tensor, allowed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Share of the attention mass on each compressed entry, heads summed, and its entropy (nats, mean over tokens).
+
+    q [b, L H, dh]; compressed [b, N, dh]; lse [b, L, H] without the sink. Returns f32 [b, L, N] and a scalar; rows
+    that see no entry are zero.
+    """
+    heads = sink.shape[0]
+    logits = (q @ compressed.transpose(1, 2)).unflatten(1, (-1, heads)).float() * q.shape[-1] ** -0.5  # [b, L, H, N]
+    total = torch.logaddexp(lse, sink)
+    mass = torch.exp(logits - total.unsqueeze(-1)).sum(2)  # [b, L, N]
+    seen = torch.arange(mass.shape[-1], device=q.device) < visible.unsqueeze(-1)
+    seen = seen if allowed is None else seen & allowed
+    mass = torch.where(seen, mass, 0.0)
+    share = mass / mass.sum(-1, keepdim=True).clamp(min=1e-30)
+    entropy = -(share * share.clamp(min=1e-30).log()).sum(-1)
+    return share, entropy.mean()
+
+
+def index_cross_entropy(
+    q: Tensor, weights: Tensor, keys: Tensor, target: Tensor, visible: Tensor, allowed: Tensor | None
+) -> Tensor:
+    """Cross entropy (nats, mean over tokens) of the scores' softmax over allowed entries against target [b, L, N]."""
+    scores = scores_of(q, weights, keys)
+    seen = torch.arange(scores.shape[-1], device=q.device) < visible.unsqueeze(-1)
+    seen = (seen if allowed is None else seen & allowed).expand_as(scores)
+    scores = torch.where(seen, scores, -1e30)
+    log_share = scores - torch.logsumexp(scores, dim=-1, keepdim=True)
+    return -(torch.where(seen, target * log_share, 0.0)).sum(-1).mean()

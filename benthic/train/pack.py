@@ -1,0 +1,66 @@
+"""Trained masters -> a checkpoint in the official format: names, dtypes and bytes. Model specification, section 5."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benthic.errors import CheckpointError
+from benthic.kernels import quant
+from benthic.models.deepseek_v41_config import ModelConfig, TensorSpec, tensors
+from benthic.models.weights import write_checkpoint
+from benthic.text.tokenizer import FILE_NAME
+from benthic.train import backbone
+
+MAX_BYTES = 40_000_000  # of the shipped folder
+
+
+def stored(name: str, value: Tensor, spec: TensorSpec) -> Iterator[tuple[str, Tensor]]:
+    """One f32 tensor -> what the file holds under its name, and its scales."""
+    scale = name.removesuffix(".weight") + ".scale"
+    if spec.dtype == "F8_E4M3":
+        rows = name.endswith("engram.embed.weight")  # one scale per 32 channels of a row; else 32x32 blocks
+        codes, scales = quant.quantise_fp8(value) if rows else quant.quantise_weight_fp8(value)
+        yield name, codes
+        yield scale, scales
+    elif spec.dtype == "I8":
+        codes, scales = quant.quantise_weight_fp4(value)
+        yield name, codes
+        yield scale, scales
+    else:
+        yield name, value.to(torch.bfloat16 if spec.dtype == "BF16" else torch.float32)
+
+
+def official(config: ModelConfig, masters: dict[str, Tensor], seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the checkpoint: the trained backbone, drafter and vision tower as initialised.
+
+    masters  f32 by the model's parameter names, router biases included. `bias_vl` is untrained and follows `bias`.
+    """
+    specs = tensors(config)
+    for name, master in masters.items():
+        value = masters[name.removesuffix("_vl")] if name.endswith("bias_vl") else master
+        for official_name, part in backbone.official_parts(name, value.detach().float().cpu()):
+            yield from stored(official_name, part.contiguous(), specs[official_name])
+    for name, value in backbone.untrained(config, seed):
+        yield from stored(name, value, specs[name])
+
+
+def write(
+    out: Path, data_folder: Path, config_json: dict[str, Any], masters: dict[str, Tensor], seed: int, *, replace: bool
+) -> int:
+    """Write the checkpoint folder, tokenizer included. Returns its bytes; CheckpointError when they are too many."""
+    config = ModelConfig.from_json(config_json)
+    extra = {FILE_NAME: (data_folder / FILE_NAME).read_bytes()}
+    write_checkpoint(out, config_json, official(config, masters, seed), extra=extra, replace=replace)
+    size = sum(path.stat().st_size for path in out.iterdir())
+    if size > MAX_BYTES:
+        raise CheckpointError(f"{out} holds {size} bytes, {size - MAX_BYTES} over the limit of {MAX_BYTES}")
+    return size
+
+
+def read_config(data_folder: Path) -> dict[str, Any]:
+    """The completed model config of a data folder, parsed."""
+    return json.loads((data_folder / "config.json").read_text(encoding="utf-8"))

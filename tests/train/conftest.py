@@ -1,0 +1,58 @@
+"""A small trainer on the CPU: the tiny config, float32, random weights, and the checkpoint packed from it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benthic.models.deepseek_v41_config import ModelConfig
+from benthic.testing.checkpoints import tiny_config
+from benthic.testing.tokenizers import write_tokenizer
+from benthic.train import loop, pack
+from benthic.types import NUMERICS
+
+IDS = loop.Ids(bos=0, eos=1, pad=2, think_close=5)
+ROWS, LENGTH = 2, 150
+
+
+def random_masters(trainer: loop.Trainer, seed: int) -> None:
+    """Weights with nothing at its neutral value: a zero head or unit norm would hide an error."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for leaf in trainer.optimiser.leaves:
+            noise = torch.randn(leaf.value.shape, generator=generator)
+            spread = 0.3 if leaf.value.ndim == 1 else leaf.value.shape[-1] ** -0.5
+            leaf.value.add_(noise * spread)
+        for bias in trainer.biases().values():
+            bias.copy_(torch.randn(bias.shape, generator=generator) * 0.1)
+    trainer.optimiser = type(trainer.optimiser)(trainer.optimiser.leaves)
+
+
+@pytest.fixture(scope="session")
+def trainer() -> loop.Trainer:
+    """Weights on the grids of the checkpoint, quantisers of activations off."""
+    config = ModelConfig.from_json(tiny_config())
+    settings = loop.Settings(rows=ROWS, length=LENGTH, needle_rows=1, copy_rows=0, index_rows=1)
+    classes = torch.arange(config.text.vocab_size)
+    made = loop.Trainer(config, classes, IDS, settings, torch.device("cpu"), NUMERICS["float"])
+    random_masters(made, 1)
+    made.optimiser.publish(quantised=True)
+    return made
+
+
+@pytest.fixture(scope="session")
+def packed(trainer: loop.Trainer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint folder of `trainer`, without a tokenizer: its token classes are the identity."""
+    folder = tmp_path_factory.mktemp("packed") / "checkpoint"
+    masters = trainer.optimiser.masters() | trainer.biases()
+    source = pack.official(trainer.config, masters, seed=0)
+    pack.write_checkpoint(folder, tiny_config(), source)
+    return folder
+
+
+@pytest.fixture
+def data_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_tokenizer(folder)
+    return folder
