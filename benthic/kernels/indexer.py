@@ -15,43 +15,31 @@ from benthic.kernels import backends, kv_copy
 TILE_ELEMENTS = 1 << 22  # most elements of one temporary: 16 MB of float32
 
 
-def _bf16(x: Tensor) -> Tensor:
-    return x.bfloat16().float()
-
-
 # ---- scores ----------------------------------------------------------------------------------------------------------
 
 
-def _score_tile(q: Tensor, w: Tensor, keys: Tensor, round_scores: bool) -> Tensor:
-    """q [t, Hi, di] f32, w [t, Hi] f32, keys [n, di] or [t, n, di] f32 -> [t, n] f32."""
+def _score_tile(q: Tensor, w: Tensor, keys: Tensor) -> Tensor:
+    """q [t, Hi, di], w [t, Hi], keys [n, di] or [t, n, di], one dtype, in which each step is rounded -> [t, n] f32."""
     shared = keys.ndim == 2
     dots = (q.flatten(0, 1) @ keys.t()).unflatten(0, q.shape[:2]) if shared else q @ keys.transpose(1, 2)  # [t, Hi, n]
-    if not round_scores:
-        return (torch.relu_(dots) * w.unsqueeze(-1)).sum(dim=1)
-    return _bf16(_bf16(torch.relu(_bf16(dots)) * w.unsqueeze(-1)).sum(dim=1))
+    return (torch.relu(dots) * w.unsqueeze(-1)).sum(dim=1, dtype=torch.float32)
 
 
 def index_scores_reference(q: Tensor, w: Tensor, keys: Tensor, round_scores: bool) -> Tensor:
+    step = torch.bfloat16 if round_scores else torch.float32
     tile = max(TILE_ELEMENTS // max(q.shape[1] * keys.shape[-2], 1), 1)
-    shared = keys.ndim == 2
-    tiles = [
-        _score_tile(
-            q[i : i + tile].float(),
-            w[i : i + tile].float(),
-            keys.float() if shared else keys[i : i + tile].float(),
-            round_scores,
-        )
-        for i in range(0, q.shape[0], tile)
-    ]
-    scores = torch.cat(tiles) if tiles else q.new_zeros(0, keys.shape[-2], dtype=torch.float32)
-    return scores.to(q.dtype).float()
+    some_q, some_w = q.to(step).split(tile), w.to(step).split(tile)
+    some_keys = [keys.to(step)] * len(some_q) if keys.ndim == 2 else keys.to(step).split(tile)
+    tiles = [_score_tile(*parts) for parts in zip(some_q, some_w, some_keys, strict=True)]
+    return torch.cat(tiles).to(step if round_scores else q.dtype).float()
 
 
 def index_scores(q: Tensor, w: Tensor, keys: Tensor, round_scores: bool) -> Tensor:
     """score[t, j] = sum over heads of w[t, h] * relu(<q[t, h], keys[j]>).
 
     q             [T, Hi, di] bf16 or f32; w [T, Hi].
-    keys          [n, di], the same for all rows, or [T, n, di]. n and T may be 0.
+    keys          [n, di], the same for all rows, or [T, n, di]; values that bf16 holds, as all on an FP4 grid are, when
+                  `round_scores`. n and T may be 0.
     round_scores  round to bf16 after the dot, after the product with w and after the head sum; else f32 throughout and
                   one rounding to the dtype of q at the end.
     returns       f32 [T, n]; entries the row may not see are scored too.

@@ -68,6 +68,15 @@ def pack(values: Tensor, form: str) -> tuple[Tensor, Tensor]:
     return data.view(torch.uint8), scales.view(torch.uint8)
 
 
+@lru_cache(maxsize=8)
+def _pairs(device: torch.device) -> Tensor:
+    """[256] int64: the two float32 values in a byte of E2M1 codes, the low nibble's first, side by side."""
+    with torch.inference_mode(False):
+        every_byte = torch.arange(256, dtype=torch.uint8, device=device).view(16, 16)
+        ones = torch.full((16, 1), 127, dtype=torch.uint8, device=device)  # 2^0
+        return quant.dequantise_mxfp4(every_byte, ones).view(256, 2).view(torch.int64).flatten()
+
+
 def unpack(data: Tensor, scales: Tensor, form: str) -> Tensor:
     """Bytes as `pack` makes them, [..., data_bytes] and [..., scale_bytes] -> f32 [..., channels]."""
     data, scales = data.contiguous(), scales.contiguous()
@@ -75,9 +84,10 @@ def unpack(data: Tensor, scales: Tensor, form: str) -> Tensor:
         return data.view(torch.float32)
     if form == "fp8":
         return quant.dequantise_fp8(data.view(quant.E4M3), scales)
-    if form == "mxfp4":
-        return quant.dequantise_mxfp4(data, scales)
-    return quant.dequantise_nvfp4(data, scales.view(quant.E4M3))
+    codes = _pairs(data.device).index_select(0, data.flatten().int()).view(torch.float32)  # one lookup for two channels
+    factors = quant.e8m0_value(scales) if form == "mxfp4" else scales.view(quant.E4M3).float()
+    group = 2 * data.shape[-1] // scales.shape[-1]
+    return (codes.view(*scales.shape, group) * factors.unsqueeze(-1)).flatten(-2)
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
@@ -130,17 +140,24 @@ def write_records(paged: Paged, ids: Tensor, values: Tensor) -> None:
     run(paged, ids, values)
 
 
+def _bytes_at(pool: Tensor, at: Tensor, width: int) -> Tensor:
+    """`width` bytes from each offset: at [...] int64, counted from the start of the pool -> [..., width]."""
+    span = (pool.shape[0] - 1) * pool.stride(0) + pool.shape[1]
+    windows = pool.as_strided((span - width + 1, width), (1, 1))  # one a byte, overlapping: a row is one copy
+    return windows.index_select(0, at.flatten()).view(*at.shape, width)
+
+
 def read_records_reference(paged: Paged, ids: Tensor) -> Tensor:
-    kept = ids.clamp(min=0)
-    block, slot = kept // paged.entries, kept % paged.entries
+    kept = ids.long().clamp(min=0)
+    start, slot = kept // paged.entries * paged.pool.stride(0), kept % paged.entries
     data, scale = data_bytes(paged.channels, paged.format), scale_bytes(paged.channels, paged.format)
     if paged.format == "mxfp4":
-        codes = _region(paged, paged.data_offset, data)[block, slot]
-        scales = _region(paged, paged.scale_offset, scale)[block, slot]
+        codes = _bytes_at(paged.pool, start + paged.data_offset + slot * data, data)
+        scales = _bytes_at(paged.pool, start + paged.scale_offset + slot * scale, scale)
     else:
-        record = _region(paged, paged.data_offset, data + scale)[block, slot]
+        record = _bytes_at(paged.pool, start + paged.data_offset + slot * (data + scale), data + scale)
         codes, scales = record[..., :data], record[..., data:]
-    return unpack(codes, scales, paged.format).masked_fill((ids < 0).unsqueeze(-1), 0.0)
+    return unpack(codes, scales, paged.format).masked_fill_((ids < 0).unsqueeze(-1), 0.0)
 
 
 def read_records(paged: Paged, ids: Tensor) -> Tensor:
@@ -232,6 +249,13 @@ def window_plan(
     slots: tuple[int, ...], firsts: tuple[int, ...], starts: tuple[int, ...], window: int, device: torch.device
 ) -> WindowPlan:
     """Work out, once a step, what `window_rows` copies. Arguments as there."""
+    with torch.inference_mode(False):  # what is kept may meet autograd later
+        return _window_plan(slots, firsts, starts, window, device)
+
+
+def _window_plan(
+    slots: tuple[int, ...], firsts: tuple[int, ...], starts: tuple[int, ...], window: int, device: torch.device
+) -> WindowPlan:
     lengths = [end - start for start, end in pairwise(starts)]
     histories = [min(first, window - 1) for first in firsts]
     num_history = sum(histories)

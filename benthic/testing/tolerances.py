@@ -11,17 +11,17 @@ class Tolerance:
     """A value passes when |got - want| <= absolute * scale + relative * |want|.
 
     f32_relative  relative part for float32 results
-    bf16_ulps     for bfloat16 results the relative part is this many units in the last place, 2^-7 each at most
+    roundings     a bfloat16 result is this many roundings from the exact value, 2^-8 of it each
     absolute      of the scale that the caller names: the size of what was summed
     """
 
     f32_relative: float
-    bf16_ulps: int
+    roundings: int
     absolute: float
     reason: str
 
     def relative(self, dtype: torch.dtype) -> float:
-        return self.bf16_ulps * 2.0**-7 if dtype == torch.bfloat16 else self.f32_relative
+        return self.roundings * 1.01 * 2.0**-8 if dtype == torch.bfloat16 else self.f32_relative
 
 
 TOLERANCES = {

@@ -126,6 +126,8 @@ def rope() -> None:
                 (64, 10000.0, None),
                 (64, 160000.0, (16, 32, 1, 65536)),  # release: pairs 0-15 as they are, from 25 on divided by 16
                 (64, 160000.0, (16, 32, 1, 512)),
+                (64, 10000.0, (16, 32, 1, 65536)),  # the ramp ends at 33, behind the last pair
+                (8, 100.0, (4, 32, 1, 65536)),  # and at 9, which dim - 1 cuts to 7
                 (4, 10000.0, None),
             ]
         ],

@@ -104,9 +104,9 @@ def test_sinkhorn_ends_on_columns(streams: int, iters: int, spread: float, seed:
 
 @given(st.integers(2, 5), st.integers(0, 2**31))
 def test_sinkhorn_is_nearly_doubly_stochastic(streams: int, seed: int) -> None:
-    a = torch.randn(3, streams, streams, generator=torch.Generator().manual_seed(seed))
+    a = 0.5 * torch.randn(3, streams, streams, generator=torch.Generator().manual_seed(seed))
     c = sinkhorn(a, 1e-6, 20)
-    torch.testing.assert_close(c.sum(2), torch.ones(3, streams), atol=1e-3, rtol=0)
+    torch.testing.assert_close(c.sum(2), torch.ones(3, streams), atol=1e-4, rtol=0)
 
 
 def test_gradient(device: torch.device) -> None:

@@ -232,6 +232,16 @@ def test_gradient_passes_to_the_steps_own_rows(device: torch.device) -> None:
     assert torch.equal(kw.grad, torch.ones_like(kw))
 
 
+def test_plan_made_in_inference_serves_training(device: torch.device) -> None:
+    store = ring("f32", 32, 3, 8, device)
+    kw = torch.randn(3, 32, device=device)
+    with torch.inference_mode():
+        kv_copy.window_rows(store, kw, (2, 1), (5, 2), (0, 1, 3), 3)
+    kw.requires_grad_()
+    rows, begin, _ = kv_copy.window_rows(store, kw, (2, 1), (5, 2), (0, 1, 3), 3)
+    rows[begin].square().sum().backward()
+
+
 def test_refuses() -> None:
     store = paged("fp8", 32, torch.device("cpu"))
     one, row = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 32)
