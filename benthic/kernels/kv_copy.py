@@ -9,6 +9,7 @@ layout; how its bytes read is this file's. Formats:
     "f32"    channels float32
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -234,7 +235,8 @@ def ring_write(ring: Ring, kw: Tensor, slots: Tensor, positions: Tensor) -> None
     run(ring, kw, slots, positions)
 
 
-class WindowPlan(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class WindowPlan:
     """Where each row of a step finds its window; the same for every layer of one window size. Read only."""
 
     slots: Tensor  # [M] int64 history rows to read from the ring

@@ -66,8 +66,8 @@ def run(made: dict[str, Any], round_probs: bool, *, whole_rows: bool = False) ->
     if made["records"] is not None:
         paged = made["entries"] if whole_rows else store(made["entries"])
     scale = made["q"].shape[2] ** -0.5
-    names = ("q", "rows", "begin", "count")
-    return sink_attention(*(made[n] for n in names), paged, made["records"], made["sink"], scale, round_probs)
+    q, rows, begin, count = (made[n] for n in ("q", "rows", "begin", "count"))
+    return sink_attention(q, rows, begin, count, paged, made["records"], made["sink"], scale, round_probs)
 
 
 @pytest.mark.parametrize("rounded", [False, True])

@@ -98,7 +98,8 @@ def test_gate_gradient(device: torch.device) -> None:
             for shape in ((3, 2, 16), (3, 2, 16), (3, 16), (2, 16))
         ]
         gate = exact_gate if kind == torch.float64 else engram_gate
-        gate(*tensors, 1e-6).square().sum().backward()
+        s, keys, value, weight = tensors
+        gate(s, keys, value, weight, 1e-6).square().sum().backward()
         return [x.grad for x in tensors if x.grad is not None]
 
     got, want = run(torch.float32), run(torch.float64)
