@@ -425,17 +425,6 @@ class EngineClosed(EngineError):
         super().__init__("the engine is closed and takes no requests; make a new one")
 
 
-class EngineBusy(EngineError):
-    """Too many requests are waiting."""
-
-    code, status, retryable = "engine_busy", 429, True
-
-    def __init__(self, waiting: int, limit: int):
-        super().__init__(
-            f"{waiting} requests are waiting, the limit is {limit}; try again or raise scheduler.max_waiting"
-        )
-
-
 class OutOfMemory(EngineError):
     """The memory the settings ask for is not there. Raised at start, before any request is taken."""
 

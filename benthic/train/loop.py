@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benthic.errors import TrainingError
+from benthic.errors import MissingDependency, TrainingError
 from benthic.models.base import Batch
 from benthic.models.deepseek_v41_config import ModelConfig
 from benthic.text.tokenizer import Tokenizer
@@ -374,8 +374,10 @@ def _extra(settings: Settings, clock: Clock, loader: RowLoader) -> dict[str, Any
 
 def plot(out: Path) -> Path:
     """The loss curve of a log, as PNG."""
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise MissingDependency("matplotlib", "train") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
