@@ -24,6 +24,7 @@ from benthic.models.deepseek_v41_config import (
     HARMLESS_KEYS,
     ModelConfig,
     draft_plan,
+    engram_constants,
     engram_tables,
     layer_plan,
     tensors,
@@ -165,6 +166,13 @@ def test_primes_of_the_tiny_tables_by_sieve() -> None:
     want = [[[next(taken) for _ in range(4)] for _ in range(3)] for _ in range(2)]
     assert [[list(size) for size in table.primes] for table in engram_tables(TINY)] == want
     assert [table.rows for table in engram_tables(TINY)] == [6568, 7464]
+
+
+def test_the_prime_search_may_return_its_own_start() -> None:
+    (table,) = engram_constants((1,), max_ngram=2, heads=2, first=503, vocab=100)
+    assert table.primes == ((503, 509),)
+    assert table.offsets == ((0, 503),)
+    assert len(table.multipliers) == 2
 
 
 def test_yarn_range_of_the_release() -> None:

@@ -49,7 +49,7 @@ SMALL: dict[str, Any] = {
     "dspark_n_routed_experts": 2,
     "engram_n_heads": 1,
     "engram_head_dim": 128,
-    "dspark_markov_rank": 8,
+    "dspark_markov_rank": 7,  # odd: not every order of the tensors keeps them aligned
 }
 SHARD_BYTES = 1 << 20
 
@@ -182,7 +182,8 @@ def test_unaligned_tensors_read_the_same(folder: Path) -> None:
         write_header(shard, text + b" " * ((len(text) + 1) % 2), data)
     opened = Checkpoint.open(folder)
     assert opened.digest() == want
-    assert torch.isfinite(opened.tensor("layers.0.hc_attn_fn")).all()
+    for name, tensor in opened.items():
+        assert tensor.data_ptr() % tensor.element_size() == 0, name
 
 
 def test_shards_respect_their_size_and_engram_tables_come_last(original: Path) -> None:
