@@ -26,16 +26,16 @@ typedef struct { /* one thread's room */
 /* 16 rows times up to 16 heads */
 INLINE void score_rows(const bf16 *const *keys, const vu *queries, int64_t dh, vf *scores, int rows) {
     vf acc[16];
-    for (int r = 0; r < rows; r++) acc[r] = zeros();
+    UNROLL for (int r = 0; r < rows; r++) acc[r] = zeros();
     for (int64_t j = 0; j < dh / 2; j++) {
         vu q = queries[j];
-        for (int r = 0; r < rows; r++) {
+        UNROLL for (int r = 0; r < rows; r++) {
             uint32_t pair;
             memcpy(&pair, keys[r] + 2 * j, 4);
             acc[r] = dot_pairs(acc[r], splat_u(pair), q);
         }
     }
-    for (int r = 0; r < rows; r++) scores[r] = acc[r];
+    UNROLL for (int r = 0; r < rows; r++) scores[r] = acc[r];
 }
 
 /* sums[h][ch] += probabilities[pair][h] * values[pair][ch] for 4 heads and 64 channels */
@@ -43,22 +43,22 @@ INLINE void add_values(vf *sums, int64_t dh, const uint32_t *high, const uint32_
                        int split) {
     vf acc[16];
     int64_t ld = dh / LANES;
-    for (int h = 0; h < 4; h++)
-        for (int v = 0; v < 4; v++) acc[4 * h + v] = sums[h * ld + v];
+    UNROLL for (int h = 0; h < 4; h++)
+        UNROLL for (int v = 0; v < 4; v++) acc[4 * h + v] = sums[h * ld + v];
     for (int r = 0; r < pairs; r++) {
         vu x[4];
-        for (int v = 0; v < 4; v++) x[v] = values[r * ld + v];
-        for (int h = 0; h < 4; h++) {
+        UNROLL for (int v = 0; v < 4; v++) x[v] = values[r * ld + v];
+        UNROLL for (int h = 0; h < 4; h++) {
             vu p = splat_u(high[r * LANES + h]);
-            for (int v = 0; v < 4; v++) acc[4 * h + v] = dot_pairs(acc[4 * h + v], p, x[v]);
+            UNROLL for (int v = 0; v < 4; v++) acc[4 * h + v] = dot_pairs(acc[4 * h + v], p, x[v]);
             if (split) {
                 p = splat_u(low[r * LANES + h]);
-                for (int v = 0; v < 4; v++) acc[4 * h + v] = dot_pairs(acc[4 * h + v], p, x[v]);
+                UNROLL for (int v = 0; v < 4; v++) acc[4 * h + v] = dot_pairs(acc[4 * h + v], p, x[v]);
             }
         }
     }
-    for (int h = 0; h < 4; h++)
-        for (int v = 0; v < 4; v++) sums[h * ld + v] = acc[4 * h + v];
+    UNROLL for (int h = 0; h < 4; h++)
+        UNROLL for (int v = 0; v < 4; v++) sums[h * ld + v] = acc[4 * h + v];
 }
 
 /* up to 64 listed rows into the running softmax of `heads` <= 16 heads */
@@ -117,9 +117,9 @@ INLINE void attend_row(Room *room, const bf16 *q, int heads, int64_t dh, const b
                        bf16 *out) {
     for (int64_t j = 0; j < dh / 2; j += LANES) {
         vu block[16];
-        for (int h = 0; h < LANES; h++) block[h] = h < heads ? load_u(q + h * dh + 2 * j) : splat_u(0);
+        UNROLL for (int h = 0; h < LANES; h++) block[h] = h < heads ? load_u(q + h * dh + 2 * j) : splat_u(0);
         transpose16(block);
-        for (int i = 0; i < LANES; i++) room->queries[j + i] = block[i];
+        UNROLL for (int i = 0; i < LANES; i++) room->queries[j + i] = block[i];
     }
     const bf16 *keys[GROUP];
     vf peak = splat(-1e30f), total = zeros();

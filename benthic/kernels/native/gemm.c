@@ -1,5 +1,5 @@
 /* Matrix products x @ w^T with float32 accumulation and one rounding. Source: model specification, section 6.2.
- * N must be at least 16: a last partial block steps back and computes a few columns twice, to the same bits. */
+ * N must be at least 16. */
 #include <stdlib.h>
 
 #include "dots.h"

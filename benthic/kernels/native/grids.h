@@ -136,19 +136,19 @@ INLINE void unpack_mxfp4(const uint8_t *data, const uint8_t *scales, bf16 *out, 
 /* rows become columns: lane i of a[j] and lane j of a[i] change places */
 INLINE void transpose16(vu *a) {
     vf t[16], *f = (vf *)a;
-    for (int i = 0; i < 8; i++) { /* rows i and i + 8 riffled; four times over, that transposes */
+    UNROLL for (int i = 0; i < 8; i++) { /* rows i and i + 8 riffled; four times over, that transposes */
         t[2 * i] = shuffle2(f[i], f[i + 8], (vi){0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
         t[2 * i + 1] = shuffle2(f[i], f[i + 8], (vi){8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
     }
-    for (int i = 0; i < 8; i++) {
+    UNROLL for (int i = 0; i < 8; i++) {
         f[2 * i] = shuffle2(t[i], t[i + 8], (vi){0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
         f[2 * i + 1] = shuffle2(t[i], t[i + 8], (vi){8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
     }
-    for (int i = 0; i < 8; i++) {
+    UNROLL for (int i = 0; i < 8; i++) {
         t[2 * i] = shuffle2(f[i], f[i + 8], (vi){0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
         t[2 * i + 1] = shuffle2(f[i], f[i + 8], (vi){8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
     }
-    for (int i = 0; i < 8; i++) {
+    UNROLL for (int i = 0; i < 8; i++) {
         f[2 * i] = shuffle2(t[i], t[i + 8], (vi){0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
         f[2 * i + 1] = shuffle2(t[i], t[i + 8], (vi){8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
     }

@@ -30,14 +30,14 @@ INLINE void load_keys(const uint8_t *const *data, const uint8_t *const *scales, 
     static const uint8_t nothing[64];
     for (int64_t d = 0; d < channels / 8; d += LANES) { /* 16 words of 8 channels */
         vu words[16];
-        for (int i = 0; i < LANES; i++) words[i] = load_u(data[i] ? data[i] + 4 * d : nothing);
+        UNROLL for (int i = 0; i < LANES; i++) words[i] = load_u(data[i] ? data[i] + 4 * d : nothing);
         transpose16(words);
         for (int w = 0; w < LANES; w += 4) { /* four words, 32 channels, one scale */
             float lanes[LANES];
             for (int i = 0; i < LANES; i++) lanes[i] = scales[i] ? value_e8m0(scales[i][(d + w) / 4]) : 0.0f;
             vf scale = load_f(lanes);
-            for (int u = 0; u < 4; u++)
-                for (int b = 0; b < 4; b++) {
+            UNROLL for (int u = 0; u < 4; u++)
+                UNROLL for (int b = 0; b < 4; b++) {
                     vu x = words[w + u] >> (8 * b);
                     tile[2 * (4 * (d + w + u) + b)] =
                         pair_exact(nibble_values(x) * scale, nibble_values(x >> 4) * scale);
@@ -58,27 +58,27 @@ INLINE void score_tile(const bf16 *q, const float *w, int64_t heads, int64_t pai
     vf sums[2] = {zeros(), zeros()};
     for (int64_t h = 0; h < heads; h += HEADS) {
         vf acc[HEADS * 2];
-        for (int i = 0; i < HEADS * 2; i++) acc[i] = zeros();
+        UNROLL for (int i = 0; i < HEADS * 2; i++) acc[i] = zeros();
         int some = heads - h < HEADS ? (int)(heads - h) : HEADS;
         if (some == HEADS) {
             for (int64_t j = 0; j < pairs; j++)
-                for (int i = 0; i < HEADS; i++) {
+                UNROLL for (int i = 0; i < HEADS; i++) {
                     uint32_t pair;
                     memcpy(&pair, q + (h + i) * 2 * pairs + 2 * j, 4);
                     vu p = splat_u(pair);
-                    for (int v = 0; v < vectors; v++) acc[2 * i + v] = dot_pairs(acc[2 * i + v], p, tile[2 * j + v]);
+                    UNROLL for (int v = 0; v < vectors; v++) acc[2 * i + v] = dot_pairs(acc[2 * i + v], p, tile[2 * j + v]);
                 }
         } else {
-            for (int i = 0; i < some; i++)
-                for (int64_t j = 0; j < pairs; j++) {
+            UNROLL for (int i = 0; i < HEADS; i++)
+                for (int64_t j = 0; i < some && j < pairs; j++) {
                     uint32_t pair;
                     memcpy(&pair, q + (h + i) * 2 * pairs + 2 * j, 4);
                     vu p = splat_u(pair);
-                    for (int v = 0; v < vectors; v++) acc[2 * i + v] = dot_pairs(acc[2 * i + v], p, tile[2 * j + v]);
+                    UNROLL for (int v = 0; v < vectors; v++) acc[2 * i + v] = dot_pairs(acc[2 * i + v], p, tile[2 * j + v]);
                 }
         }
-        for (int i = 0; i < some; i++)
-            for (int v = 0; v < vectors; v++) {
+        UNROLL for (int i = 0; i < HEADS; i++)
+            for (int v = 0; i < some && v < vectors; v++) {
                 vf x = acc[2 * i + v];
                 if (round_scores) x = round_bf_v(x);
                 x = at_least(x, zeros()) * splat(w[h + i]);

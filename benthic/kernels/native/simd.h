@@ -21,7 +21,19 @@
 #endif
 
 #define LANES 16
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16") /* accumulators stay in registers only when every index is a constant */
+#endif
 #define INLINE static inline __attribute__((always_inline))
+
+/* keeps the compiler from reading a value again instead of holding it in a register */
+#if defined(WIDE_X86) && !defined(__clang__)
+#define HOLD(x) __asm__("" : "+v"(x))
+#else
+#define HOLD(x) (void)(x)
+#endif
 
 typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
@@ -114,7 +126,7 @@ INLINE void store_any(void *p, int64_t i, vf x, int wide) {
     else store_bf((bf16 *)p + i, x);
 }
 
-/* ---- sums across lanes, one fixed tree: pairs at distance 1, 2, 4, 8 ---- */
+/* ---- sums across lanes, one fixed tree ---- */
 
 INLINE vf shuffle2(vf a, vf b, vi index) {
 #if defined(__clang__)
@@ -125,43 +137,32 @@ INLINE vf shuffle2(vf a, vf b, vi index) {
     return __builtin_shuffle(a, b, index);
 #endif
 }
-#define EVEN(d0, d1, d2, d3, d4, d5, d6, d7) \
-    ((vi){d0, 16 + d0, d1, 16 + d1, d2, 16 + d2, d3, 16 + d3, d4, 16 + d4, d5, 16 + d5, d6, 16 + d6, d7, 16 + d7})
-
-/* sums of pairs at distance 1 of a in even lanes, of b in odd lanes */
-INLINE vf fold1(vf a, vf b) {
-#ifdef WIDE_X86
-    return (vf)_mm512_add_ps((__m512)shuffle2(a, b, EVEN(0, 2, 4, 6, 8, 10, 12, 14)),
-                             (__m512)shuffle2(a, b, EVEN(1, 3, 5, 7, 9, 11, 13, 15)));
-#else
-    return shuffle2(a, b, EVEN(0, 2, 4, 6, 8, 10, 12, 14)) + shuffle2(a, b, EVEN(1, 3, 5, 7, 9, 11, 13, 15));
-#endif
-}
-/* the same at distance 2, 4 and 8: groups of 2, 4 and 8 lanes from a, then from b */
+/* The four steps add lanes at distance 2, 1, 4 and 8; each halves two vectors into one. The index lists are those of
+ * single shuffle instructions. */
 INLINE vf fold2(vf a, vf b) {
+    return shuffle2(a, b, (vi){0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29}) +
+           shuffle2(a, b, (vi){2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31});
+}
+INLINE vf fold1(vf a, vf b) {
     return shuffle2(a, b, (vi){0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29}) +
            shuffle2(a, b, (vi){2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31});
 }
-INLINE vf fold4(vf a, vf b) {
-    return shuffle2(a, b, (vi){0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27}) +
-           shuffle2(a, b, (vi){4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31});
-}
-INLINE vf fold8(vf a, vf b) {
-    return shuffle2(a, b, (vi){0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}) +
-           shuffle2(a, b, (vi){8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31});
+INLINE vf fold_quarters(vf a, vf b) {
+    return shuffle2(a, b, (vi){0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27}) +
+           shuffle2(a, b, (vi){4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31});
 }
 /* lane i of the result is the sum of the lanes of a[i] */
 INLINE vf sums16(const vf *a) {
     vf b[8], c[4];
-    for (int i = 0; i < 8; i++) b[i] = fold1(a[2 * i], a[2 * i + 1]);
-    for (int i = 0; i < 4; i++) c[i] = fold2(b[2 * i], b[2 * i + 1]);
-    return fold8(fold4(c[0], c[1]), fold4(c[2], c[3]));
+    UNROLL for (int i = 0; i < 8; i++) b[i] = fold2(a[2 * i], a[2 * i + 1]);
+    UNROLL for (int i = 0; i < 4; i++) c[i] = fold1(b[2 * i], b[2 * i + 1]);
+    return fold_quarters(fold_quarters(c[0], c[1]), fold_quarters(c[2], c[3]));
 }
 INLINE float sum_lanes(vf a) {
-    vf b = fold1(a, a);
-    b = fold2(b, b);
-    b = fold4(b, b);
-    b = fold8(b, b);
+    vf b = fold2(a, a);
+    b = fold1(b, b);
+    b = fold_quarters(b, b);
+    b = fold_quarters(b, b);
     return b[0];
 }
 INLINE float max_lanes(vf a) {
