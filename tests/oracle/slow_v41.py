@@ -533,10 +533,14 @@ class SlowModel:
             self.near_ties.append(NearTie(p, layer, kind, last - first))
 
     def attend(self, layer: Layer, q: Array, window: Array, chosen: Array) -> Array:
-        """Window rows [w, dh], oldest first, and compressed rows, in one softmax; before the inverse rotation."""
-        missing = self.text["sliding_window"] - len(window)  # a ring still filling has its gaps in front
-        rows = np.concatenate([np.zeros((missing, q.shape[1])), window, chosen.reshape(-1, q.shape[1])])
-        live = np.arange(len(rows)) >= missing
+        """Window rows [w, dh], oldest first, and compressed rows, in one softmax; before the inverse rotation.
+
+        A window that is still filling has its gaps behind its rows, which is the order R has in prefill.
+        """
+        gaps = np.zeros((self.text["sliding_window"] - len(window), q.shape[1]))
+        rows = np.concatenate([window, gaps, chosen.reshape(-1, q.shape[1])])
+        live = np.ones(len(rows), dtype=bool)
+        live[len(window) : len(window) + len(gaps)] = False
         rounded = self.math.profile == "reference"
         scale = self.text["head_dim"] ** -0.5
         return self.math.cut(sink_attention(q, rows, live, layer.weights["attn.attn_sink"], scale, rounded))
