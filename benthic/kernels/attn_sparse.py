@@ -11,7 +11,8 @@ from benthic.kernels import backends, kv_copy
 
 GROUP = 64  # listed rows per step of the running maximum, which decides how probabilities are rounded
 PEAK_START = -1e30
-TILE_ELEMENTS = 1 << 21  # most elements of one temporary: 8 MB of float32
+TILE_ELEMENTS = 1 << 20  # most elements of one temporary: 4 MB of float32
+TILE_ROWS = 64  # neighbours whose windows overlap enough for one shared product
 
 
 def _round_up(n: int, multiple: int) -> int:
@@ -98,7 +99,7 @@ def sink_attention_reference(
     listed = torch.where(slots < count.unsqueeze(1), begin.unsqueeze(1) + slots, none)
     if entries is not None:
         listed = torch.cat([listed, entries], dim=1)
-    tile = max(TILE_ELEMENTS // (listed.shape[1] * max(heads, width)), 1)
+    tile = min(max(TILE_ELEMENTS // (listed.shape[1] * max(heads, width)), 1), TILE_ROWS)
     outputs = [
         _attend_tile(some_q.float() * scale, table, some_listed, sink.float(), round_probs)
         for some_q, some_listed in zip(q.split(tile), listed.split(tile), strict=True)
@@ -131,7 +132,7 @@ def sink_attention(
                  up to a multiple of 64, then the records.
     returns      [T, H, dh], dtype of q; scores, softmax and sums in f32, one rounding. A row that sees nothing is 0.
     Error        at most 1 unit in the last place of bf16, or 1e-5 of max |k| in f32, against the reference.
-    Cost         4*T*H*(window+K)*dh FLOP; temporaries stay below a few times 8 MB beside the rows themselves.
+    Cost         4*T*H*(window+K)*dh FLOP; temporaries stay below a few times 4 MB beside the rows themselves.
     Raises       ShapeError.
     """
     if q.ndim != 3 or rows.ndim != 2 or rows.shape[1] != q.shape[2]:
