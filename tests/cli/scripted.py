@@ -3,6 +3,7 @@
 `forever` never ends, `fail` breaks on the way, `long` is refused; any other prompt is answered word by word.
 """
 
+import io
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -115,6 +116,15 @@ class ScriptedEngine:
             choices.append(Choice(answer, (7,) * answer.count(" "), finish, message=message, error=error))
             whole = Completion(tuple(choices), Usage(4, 9)) if choice == p.n - 1 else None
             yield Piece(index, choice, finish_reason=finish, error=error, completion=whole)
+
+
+class Buffered(io.StringIO):
+    """Standard output whose reader sees only what was flushed."""
+
+    flushed = ""
+
+    def flush(self) -> None:
+        self.flushed = self.getvalue()
 
 
 def _refuse(prompt: str) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from benthic.cli import chat
 from benthic.cli.main import main
-from tests.cli.scripted import Piece, ScriptedEngine
+from tests.cli.scripted import Buffered, Piece, ScriptedEngine
 
 ROOT = Path(__file__).parents[2]
 SCRIPTED = [sys.executable, "-m", "tests.cli.scripted", "chat"]
@@ -54,6 +54,23 @@ def test_turns_build_a_conversation(engine: ScriptedEngine, say: Any) -> None:
     assert (params.temperature, params.max_tokens, params.seed) == (0.0, 30, 4)
     assert options == {"stream": True, "thinking": False, "effort": None}
     assert engine.closed == 1
+
+
+def test_answer_is_shown_as_it_comes(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Buffered()
+    monkeypatch.setattr(sys, "stdout", shown)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
+    seen: list[str] = []
+    original = engine.chat
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        for piece in original(*arguments, **options):
+            seen.append(shown.flushed)
+            yield piece
+
+    monkeypatch.setattr(engine, "chat", watched)
+    main(["chat"])
+    assert seen == ["", " answer", " answer 0", " answer 0 to", " answer 0 to Hi"]
 
 
 def test_last_line_without_its_end_counts(engine: ScriptedEngine, say: Any) -> None:

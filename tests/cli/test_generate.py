@@ -87,14 +87,14 @@ def test_chat_answers_a_turn(engine: ScriptedEngine, capsys: pytest.CaptureFixtu
 
 
 def test_text_is_shown_as_it_comes(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = io.StringIO()
+    shown = scripted.Buffered()
     monkeypatch.setattr(sys, "stdout", shown)
     seen: list[str] = []
     original = engine.generate
 
     def watched(*arguments: Any, **options: Any) -> Any:
         for piece in original(*arguments, **options):
-            seen.append(shown.getvalue())
+            seen.append(shown.flushed)
             yield piece
 
     monkeypatch.setattr(engine, "generate", watched)
@@ -174,6 +174,11 @@ def test_json_lines(engine: ScriptedEngine, capsys: pytest.CaptureFixture[str], 
     assert asked["c"] == SamplingParams(stop=("u", "v"), seed=9, temperature=0.5)
     chat = next(params for what, params, _ in engine.asked if isinstance(what, list))
     assert chat == SamplingParams(logit_bias=((5, -1),), stop_ids=(3,), temperature=0.5)
+
+
+def test_name_alone_says_json_lines(engine: ScriptedEngine, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('  {"prompt": "a"}\n')
+    assert objects(run(capsys, "--json", str(tmp_path / "p.jsonl"))[1])[0]["prompt"] == "a"
 
 
 def test_input_format_can_be_said(engine: ScriptedEngine, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
