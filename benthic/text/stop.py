@@ -19,7 +19,7 @@ class StopMatcher:
         assert all(stops), "a stop string is empty"
         self._stops = tuple(stops)
         self._longest = max(map(len, self._stops), default=0)
-        self._held = ""
+        self._held: str = ""
         self.matched: str | None = None  # the stop string found; the text is complete then
 
     def push(self, text: str, armed: bool = True) -> str:
