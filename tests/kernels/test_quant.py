@@ -1,7 +1,8 @@
 """Quantisers against exact arithmetic: golden groups by hand, every bf16 number, and float64 tables written here."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benthic.errors import ShapeError
-from benthic.kernels import quant
+from benthic.kernels import backends, quant
 from tests.golden import make_quant
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "quant.json"
@@ -20,7 +21,15 @@ KINDS: dict[str, tuple[Callable, Callable, Callable, int]] = {
     "nvfp4": (quant.quantise_nvfp4, quant.dequantise_nvfp4, quant.roundtrip_nvfp4, 16),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
+every_path = pytest.mark.usefixtures("path")
 CODES = {"fp8": np.array([float(v) for v in make_quant.E4M3]), "fp4": np.array([float(v) for v in make_quant.E2M1])}
+
+
+@pytest.fixture(params=["reference", "backend"])
+def path(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Plain torch, and whatever the table of backends gives on this machine."""
+    with backends.reference() if request.param == "reference" else nullcontext():
+        yield
 
 
 def all_bf16() -> Tensor:
@@ -76,6 +85,7 @@ def test_the_golden_file_is_what_its_script_makes() -> None:
     assert GOLDEN.read_text() == make_quant.make()
 
 
+@every_path
 @pytest.mark.parametrize("row", json.loads(GOLDEN.read_text()), ids=lambda row: f"{row['kind']}: {row['title']}")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_golden_groups(row: dict, dtype: torch.dtype) -> None:
@@ -153,6 +163,7 @@ def test_nvfp4_ties_need_true_division() -> None:
     np.testing.assert_array_equal(code_bytes("nvfp4", codes), np.tile(want, (len(scales), 1)))
 
 
+@every_path
 @every_kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_roundtrip_is_dequantise_of_quantise_to_the_bit(kind: str, dtype: torch.dtype) -> None:
@@ -169,6 +180,7 @@ def test_roundtrip_is_dequantise_of_quantise_to_the_bit(kind: str, dtype: torch.
     assert torch.signbit(got[1]).all(), "the sign of zero is kept"
 
 
+@every_path
 @every_kind
 def test_reading_what_was_written_is_the_identity(kind: str) -> None:
     quantise, dequantise, roundtrip, group = KINDS[kind]
@@ -177,6 +189,7 @@ def test_reading_what_was_written_is_the_identity(kind: str) -> None:
     assert torch.equal(roundtrip(once), once)
 
 
+@every_path
 @every_kind
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_value_that_is_no_number_takes_its_group_and_nothing_else(kind: str, bad: float) -> None:
@@ -191,6 +204,7 @@ def test_a_value_that_is_no_number_takes_its_group_and_nothing_else(kind: str, b
         assert torch.equal(got[~hit], clean[~hit])
 
 
+@every_path
 @every_kind
 def test_layout_does_not_matter_and_empty_is_fine(kind: str) -> None:
     quantise, dequantise, roundtrip, group = KINDS[kind]
@@ -209,6 +223,7 @@ def test_layout_does_not_matter_and_empty_is_fine(kind: str) -> None:
         assert roundtrip(empty).shape == shape
 
 
+@every_path
 @every_kind
 def test_wrong_widths_are_refused(kind: str) -> None:
     quantise, dequantise, roundtrip, group = KINDS[kind]
@@ -222,6 +237,7 @@ def test_wrong_widths_are_refused(kind: str) -> None:
         dequantise(codes, scales[:, :3])
 
 
+@every_path
 def test_rows_do_not_depend_on_their_neighbours() -> None:
     x = torch.randn(64, 96)
     for _, _, roundtrip, _ in KINDS.values():
@@ -275,6 +291,7 @@ def test_weight_fp8(shape: tuple[int, ...]) -> None:
     assert torch.equal(back.float(), quant.dequantise_weight_fp8(codes, scales, torch.float32)), "exact in bf16"
 
 
+@every_path
 def test_weight_fp4_is_q4m_along_k_in_signed_bytes() -> None:
     weight = torch.randn(3, 8, 64)
     packed, scales = quant.quantise_weight_fp4(weight)
@@ -283,6 +300,19 @@ def test_weight_fp4_is_q4m_along_k_in_signed_bytes() -> None:
     assert scales.shape == (3, 8, 2)
     assert torch.equal(quant.dequantise_weight_fp4(packed, scales).float(), quant.roundtrip_mxfp4(weight))
     assert quant.dequantise_weight_fp4(packed, scales).dtype == torch.bfloat16
+
+
+@every_kind
+def test_every_bf16_number_goes_the_same_way_on_every_path(kind: str) -> None:
+    quantise, dequantise, roundtrip, _ = KINDS[kind]
+    x = all_bf16()
+    x = torch.cat([x[: len(x) // 32 * 32], x.flip(0)[: len(x) // 32 * 32]]).reshape(-1, 32)
+    for value in (x, x.float(), x.float() * 1.0001):
+        want = dequantise(*quantise(value), value.dtype)
+        assert torch.equal(roundtrip(value), want)
+        with backends.reference():
+            assert torch.equal(roundtrip(value), want)
+            assert torch.equal(dequantise(*quantise(value), value.dtype), want)
 
 
 def test_weight_scales_of_the_wrong_shape_are_refused() -> None:
