@@ -15,6 +15,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+from tqdm import tqdm
+
 from benthic import config
 from benthic.errors import BadField, BenthicError, InputFileError, InvalidJSON
 from benthic.text.prompt import EFFORTS
@@ -24,6 +26,7 @@ if TYPE_CHECKING:  # loads torch
     from benthic.engine.llm import Choice, Completion, Piece
 
 _FIELDS = {field.name for field in fields(SamplingParams)}
+PROGRESS_FROM = 8  # prompts from which JSON into a file shows a bar on the terminal
 _LIST_FIELDS = ("stop", "stop_ids", "allowed_ids", "banned_ids")
 # what a terminal would obey instead of show: C0 but tab and newline, DEL, C1
 _CONTROLS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
@@ -159,8 +162,12 @@ def run(args: argparse.Namespace) -> int:
             if not args.json:
                 print(flush=True)  # leave the line the text stands in
             raise
-        if not args.json:
-            print(writer.summary(loaded - began, perf_counter() - loaded), file=sys.stderr)
+        finally:
+            writer.close()
+        if isinstance(writer, _TextWriter):
+            print(
+                f"{speed(writer.tokens, perf_counter() - loaded)}; loading took {loaded - began:.1f} s", file=sys.stderr
+            )
     return max((error.exit_code for error in writer.errors), default=0)
 
 
@@ -203,10 +210,13 @@ class _JsonWriter:
         self.errors: list[BenthicError] = []
         self._ready: dict[int, Completion] = {}
         self._next = 0
+        many = len(items) >= PROGRESS_FROM and not sys.stdout.isatty()
+        self._bar = tqdm(total=len(items), unit="prompt", file=sys.stderr, disable=None if many else True)
 
     def take(self, index: int, piece: "Piece") -> None:
         if piece.completion is None:
             return
+        self._bar.update()
         self._ready[index] = piece.completion
         while (completion := self._ready.pop(self._next, None)) is not None:
             for choice, result in enumerate(completion.choices):
@@ -216,8 +226,8 @@ class _JsonWriter:
                 print(json.dumps(body, ensure_ascii=False), flush=True)
             self._next += 1
 
-    def summary(self, load_seconds: float, seconds: float) -> str:
-        return ""
+    def close(self) -> None:
+        self._bar.close()
 
 
 def _json_body(item: Item, index: int, number: int, completion: "Completion", choice: "Choice") -> dict[str, Any]:
@@ -252,15 +262,13 @@ class _TextWriter:
         self._live = self.out.isatty()
         self._order = [(i, choice) for i, item in enumerate(items) for choice in range(item.params.n)]
         self._at = 0
-        self._begun = False
         self._reasoning = False  # is the text shown last a part of the thinking
         self._waiting: dict[tuple[int, int], list[Piece]] = {}
-        self._tokens = 0
-        self._last: tuple[Completion, str | None] | None = None
+        self.tokens = 0
         self._start()
 
     def take(self, index: int, piece: "Piece") -> None:
-        self._tokens += len(piece.token_ids)
+        self.tokens += len(piece.token_ids)
         key = (index, piece.choice)
         if key != self._order[self._at]:
             self._waiting.setdefault(key, []).append(piece)
@@ -304,9 +312,8 @@ class _TextWriter:
         self.out.write(printable(text) if self._live else text)
         self.out.flush()
 
-    def summary(self, load_seconds: float, seconds: float) -> str:
-        """The closing line."""
-        return f"{speed(self._tokens, seconds)}; loading took {load_seconds:.1f} s"
+    def close(self) -> None:
+        """Nothing is held back: what was shown was flushed."""
 
 
 def printable(text: str) -> str:

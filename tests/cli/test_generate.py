@@ -144,6 +144,22 @@ def test_json_of_a_conversation_has_its_message(engine: ScriptedEngine, capsys: 
     assert "prompt" not in body
 
 
+@pytest.mark.parametrize(("prompts", "shown"), [(7, False), (8, True)])
+def test_long_batch_into_a_file_shows_a_bar_on_the_terminal(
+    engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, prompts: int, shown: bool
+) -> None:
+    out, terminal = io.StringIO(), Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert main(["generate", "--json", *["--prompt", "a"] * prompts]) == 0
+    assert ("8/8" in terminal.getvalue()) == shown
+    assert len(objects(out.getvalue())) == prompts
+    terminal.truncate(0)
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert main(["generate", "--json", *["--prompt", "a"] * prompts]) == 0
+    assert "prompt" not in terminal.getvalue()
+
+
 # Where prompts come from
 
 
