@@ -125,14 +125,14 @@ def _attention(package: Package, r: Recorder, slow: SlowModel, layer: Layer) -> 
         yield Pair("index weight", i, weight, _rows(lambda a: slow.index_weight(layer, a), h))
     wanted = []
     entries = np.zeros((0, q.shape[2]))
+    reads = [np.zeros(0, dtype=np.int64)] * len(positions)
     if layer.ratio:
         source = slow._source("kv_source_layer_ids", i)
         entries = package.stored(source, "main", len(positions) // layer.ratio)
         reads = chosen(package, r, i, source)
     for p in positions:
         window = kw[max(0, p + 1 - slow.text["sliding_window"]) : p + 1]
-        picked = entries[reads[p]] if layer.ratio else entries
-        wanted.append(slow.attend(layer, q[p], window, picked))
+        wanted.append(slow.attend(layer, q[p], window, entries[reads[p]]))
     yield Pair("attention", i, o, np.stack(wanted))
     _, out = r.get(i, "attn")
     yield Pair("output projection", i, out, _rows(lambda a, p: slow.project(layer, a, p), o, positions))
@@ -159,7 +159,7 @@ def _experts(r: Recorder, slow: SlowModel, layer: Layer) -> Iterator[Pair]:
 
 
 def selections(package: Package, r: Recorder, slow: SlowModel) -> Iterator[tuple[str, int, int, Array, Array, Array]]:
-    """Every choice of entries and blocks: kind, layer, position, taken by the package, by the slow model, its scores."""
+    """Every choice of entries and blocks: kind, layer, position, taken by the package, by the slow model, scores."""
     text = slow.text
     for layer in slow.layers:
         i = layer.index

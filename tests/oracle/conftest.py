@@ -1,6 +1,6 @@
 """Checkpoints and slow runs, made once a session: the slow model is causal, so one run serves every shorter length."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 from tests.oracle import random_checkpoint
-from tests.oracle.slow_v41 import Array, NearTie, SlowModel
+from tests.oracle.slow_v41 import Array, SlowModel
 
 SEED = 0
+LONG = {"tiny": (300, 4), "tiny_512": (130, 4)}  # tokens, and a seed of ids under which no choice is near a tie
+LONGEST = {"tiny": (700, 2), "tiny_512": (700, 1)}
+DRAFTED = (1, 2, 63, 64, 65, 129)  # lengths after which a slow run also drafts
 SMOOTH: dict[str, Any] = {  # every entry and every expert is taken, so no choice can turn
     "index_topk": 4096,
     "num_experts_per_tok": 16,
@@ -33,9 +36,16 @@ class SlowRun:
     model: SlowModel
     ids: list[int]
     logits: Array  # [T, V]
+    drafts: dict[int, tuple[list[int], Array, Array]]  # by tokens before the anchor: ids, logits, confidences
 
-    def first_tie(self) -> NearTie | None:
-        return min(self.model.near_ties, key=lambda tie: tie.position, default=None)
+
+def run_slow(model: SlowModel, ids: list[int], drafted: Sequence[int] = ()) -> SlowRun:
+    rows, drafts = [], {}
+    for at, token in enumerate(ids):
+        rows.append(model.step(token)[0])
+        if at + 1 in drafted and at + 1 < len(ids):
+            drafts[at + 1] = model.draft(ids[at + 1])
+    return SlowRun(model, ids, np.stack(rows), drafts)
 
 
 @pytest.fixture(scope="session")
@@ -52,16 +62,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 
 @pytest.fixture(scope="session")
-def slow_run(checkpoint: Callable[[str], Path]) -> Callable[..., SlowRun]:
-    """`slow_run("tiny", 130)`: float mode unless a profile is named; `smooth` removes every choice."""
-    made: dict[tuple[str, int, str | None, bool], SlowRun] = {}
+def slow_run(checkpoint: Callable[[str], Path]) -> Callable[[str], SlowRun]:
+    """`slow_run("tiny")`: float mode, `LONG` tokens; causal, so it serves every shorter length."""
+    made: dict[str, SlowRun] = {}
 
-    def get(name: str, count: int, profile: str | None = None, *, smooth: bool = False) -> SlowRun:
-        key = (name, count, profile, smooth)
-        if key not in made:
-            model = SlowModel(checkpoint(name), profile, SMOOTH if smooth else None)
-            ids = tokens(count)
-            made[key] = SlowRun(model, ids, model.run(ids))
-        return made[key]
+    def get(name: str) -> SlowRun:
+        if name not in made:
+            made[name] = run_slow(SlowModel(checkpoint(name)), tokens(*LONG[name]), DRAFTED)
+        return made[name]
 
     return get

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -193,7 +194,8 @@ def test_scaled_streams(scale: float, recorded: Recorded) -> None:
     """The epsilon of 1e-20 and float32 inside: blocks that normalise must not care about the size of the streams."""
     package, slow, r = recorded.package, recorded.slow, recorded.recorder
     for i in (0, 1, 4, 9):
-        layer, mine = slow.layers[i], package.model.layers[i]
+        layer = slow.layers[i]
+        mine: Any = package.model.layers[i]
         s = torch.from_numpy(r.get(i, "attn_mixes")[0][:16] * scale).bfloat16()
         wide = s.double().numpy()
         with torch.inference_mode():

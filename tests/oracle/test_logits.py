@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.oracle.conftest import SMOOTH, SlowRun, tokens
+from tests.oracle.conftest import DRAFTED, LONGEST, SMOOTH, SlowRun, run_slow, tokens
 from tests.oracle.package import Package
 from tests.oracle.slow_v41 import Array, SlowModel
 
@@ -48,51 +48,57 @@ def package(checkpoint: Callable[[str], Path]) -> Callable[[str], Package]:
 @pytest.mark.parametrize("name", ["tiny", "tiny_512"])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_whole_prefill(
-    name: str, length: int, package: Callable[[str], Package], slow_run: Callable[..., SlowRun]
+    name: str, length: int, package: Callable[[str], Package], slow_run: Callable[[str], SlowRun]
 ) -> None:
-    slow = slow_run(name, 300)
+    slow = slow_run(name)
+    length = min(length, len(slow.ids))
     got = package(name).run(slow.ids[:length], [length])
     compare(got, slow.logits[:length], slow.model, f"{name}, {length} tokens at once")
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny_512"])
 @pytest.mark.parametrize(
-    ("length", "splits"),
+    ("name", "length", "splits"),
     [
-        (300, [37]),  # crosses groups, windows and candidate blocks at odd places
-        (8, [1]),  # decode from nothing
-        (9, [2, 1]),
-        (70, [64, 1]),  # six decode steps from an even and from an odd split
-        (71, [65, 1]),
-        (137, [127, 2, 1, 3, 1]),
-        (300, [293, 1]),  # past the candidate filter: 16 blocks of 8
+        ("tiny", 300, [37]),  # crosses groups, windows and candidate blocks at odd places
+        ("tiny", 8, [1]),  # decode from nothing
+        ("tiny", 9, [2, 1]),
+        ("tiny", 70, [64, 1]),  # six decode steps from an even and from an odd split
+        ("tiny", 71, [65, 1]),
+        ("tiny", 137, [127, 2, 1, 3, 1]),
+        ("tiny", 300, [293, 1]),  # past the candidate filter: 16 blocks of 8
+        ("tiny_512", 130, [37]),
+        ("tiny_512", 8, [1]),
+        ("tiny_512", 130, [123, 1]),
     ],
-    ids=lambda value: str(value),
+    ids=str,
 )
 def test_prefill_and_decode(
-    name: str, length: int, splits: list[int], package: Callable[[str], Package], slow_run: Callable[..., SlowRun]
+    name: str,
+    length: int,
+    splits: list[int],
+    package: Callable[[str], Package],
+    slow_run: Callable[[str], SlowRun],
 ) -> None:
-    slow = slow_run(name, 300)
+    slow = slow_run(name)
     got = package(name).run(slow.ids[:length], splits)
     compare(got, slow.logits[:length], slow.model, f"{name}, {length} tokens in {splits}")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny", "tiny_512"])
-@pytest.mark.parametrize("splits", [[700], [37], [689, 1]], ids=str)
-def test_700_tokens(
-    name: str, splits: list[int], package: Callable[[str], Package], slow_run: Callable[..., SlowRun]
-) -> None:
-    slow = slow_run(name, 700)
-    got = package(name).run(slow.ids, splits)
-    compare(got, slow.logits, slow.model, f"{name}, 700 tokens in {splits}")
+def test_700_tokens(name: str, package: Callable[[str], Package], checkpoint: Callable[[str], Path]) -> None:
+    """Past the original context of YaRN, and for the wide config past the first dropped entry of ratio 1."""
+    slow = run_slow(SlowModel(checkpoint(name)), tokens(*LONGEST[name]), DRAFTED)
+    for splits in ([700], [37], [689, 1]):
+        got = package(name).run(slow.ids, splits)
+        compare(got, slow.logits, slow.model, f"{name}, 700 tokens in {splits}")
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny_512"])
-def test_without_choices(name: str, checkpoint: Callable[[str], Path], slow_run: Callable[..., SlowRun]) -> None:
+@pytest.mark.parametrize(("name", "length"), [("tiny", 90), ("tiny_512", 40)])
+def test_without_choices(name: str, length: int, checkpoint: Callable[[str], Path]) -> None:
     """All experts, all entries, no candidate filter: no discontinuity is left."""
-    slow = slow_run(name, 130, smooth=True)
-    got = Package(checkpoint(name), text=SMOOTH).run(slow.ids, [67, 30, 1, 32])
+    slow = run_slow(SlowModel(checkpoint(name), text=SMOOTH), tokens(length))
+    got = Package(checkpoint(name), text=SMOOTH).run(slow.ids, [17, 10, 1, 32])
     assert not slow.model.near_ties
     compare(got, slow.logits, slow.model, f"{name}, smooth")
 
@@ -136,18 +142,16 @@ def test_image_positions(splits: Sequence[int], checkpoint: Callable[[str], Path
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny_512"])
-@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 130])
+@pytest.mark.parametrize("length", DRAFTED)
 def test_draft_block(
-    name: str, length: int, checkpoint: Callable[[str], Path], package: Callable[[str], Package]
+    name: str, length: int, package: Callable[[str], Package], slow_run: Callable[[str], SlowRun]
 ) -> None:
     """DSpark from contexts shorter than, as long as and longer than the window; after an odd chunk."""
-    slow = SlowModel(checkpoint(name))
-    ids = tokens(length + 1)
-    slow.run(ids[:length])
-    want_tokens, want_logits, want_confidence = slow.draft(ids[length])
+    slow = slow_run(name)
+    want_tokens, want_logits, want_confidence = slow.drafts[length]
     engine = package(name)
-    engine.run(ids[:length], [max(length - 3, 1), 1])
-    got = engine.draft(ids[length])
+    engine.run(slow.ids[:length], [max(length - 3, 1), 1])
+    got = engine.draft(slow.ids[length])
     assert np.abs(got.logits[0].double().numpy() - want_logits).max() <= TOLERANCE
     assert got.tokens[0].tolist() == want_tokens
     assert np.abs(got.confidence[0].double().sigmoid().numpy() - want_confidence).max() <= 1e-5
