@@ -111,10 +111,16 @@ INLINE void add_group(Room *room, const bf16 **keys, int count, int heads, int64
         }
 }
 
+typedef struct {
+    const uint8_t *pool;
+    int64_t block_bytes, offset, entries;
+    int format;
+    const bf16 *table; /* unpacked records, or NULL */
+} Records;
+
 INLINE void attend_row(Room *room, const bf16 *q, int heads, int64_t dh, const bf16 *rows, int64_t count,
-                       const uint8_t *pool, int64_t block_bytes, int64_t offset, int64_t entries, int format,
-                       const int64_t *records, int64_t num_records, const float *sink, float scale, int round_probs,
-                       bf16 *out) {
+                       const Records *where, const int64_t *records, const int32_t *places, int64_t num_records,
+                       const float *sink, float scale, int round_probs, bf16 *out) {
     for (int64_t j = 0; j < dh / 2; j += LANES) {
         vu block[16];
         UNROLL for (int h = 0; h < LANES; h++) block[h] = h < heads ? load_u(q + h * dh + 2 * j) : splat_u(0);
@@ -130,15 +136,20 @@ INLINE void attend_row(Room *room, const bf16 *q, int heads, int64_t dh, const b
         add_group(room, keys, have, heads, dh, scale, &peak, &total, started, round_probs);
         started = 1;
     }
-    int64_t record = format == FP8 ? dh + dh / 32 : dh / 2 + dh / 16;
+    int64_t record = where->format == FP8 ? dh + dh / 32 : dh / 2 + dh / 16;
     for (int64_t r = 0; r < num_records; r += GROUP) {
         int have = 0;
         int64_t end = r + GROUP < num_records ? r + GROUP : num_records;
         for (int64_t i = r; i < end; i++) {
+            if (places) {
+                if (places[i] >= 0) keys[have++] = where->table + places[i] * dh;
+                continue;
+            }
             if (records[i] < 0) continue;
-            const uint8_t *data = pool + records[i] / entries * block_bytes + offset + records[i] % entries * record;
+            const uint8_t *data = where->pool + records[i] / where->entries * where->block_bytes + where->offset +
+                                  records[i] % where->entries * record;
             bf16 *to = room->unpacked + have * dh;
-            if (format == FP8) unpack_fp8(data, data + dh, to, dh);
+            if (where->format == FP8) unpack_fp8(data, data + dh, to, dh);
             else unpack_nvfp4(data, data + dh / 2, to, dh);
             keys[have++] = to;
         }
@@ -158,8 +169,56 @@ INLINE void attend_row(Room *room, const bf16 *q, int heads, int64_t dh, const b
             store_bf(out + h * dh + v * LANES, room->sums[h * (dh / LANES) + v] / splat(by[h]));
 }
 
-/* q, out [T, H, dh] packed bfloat16, dh a multiple of 64, at most 1024, H a multiple of 4; rows [N, dh] bfloat16;
- * pool NULL: no records. Returns 0, or 1 without memory. */
+/* Many rows choose from the same records: each is unpacked once. table [n, dh]; places [T * K], -1 for none.
+ * Returns the table, or NULL when there is nothing to share or no memory. */
+static bf16 *unpack_shared(const uint8_t *pool, int64_t block_bytes, int64_t offset, int64_t entries, int format,
+                           const int64_t *records, int64_t count, int64_t dh, int32_t *places, int threads) {
+    int64_t lowest = INT64_MAX, highest = -1;
+    for (int64_t i = 0; i < count; i++) {
+        if (records[i] < 0) continue;
+        lowest = records[i] < lowest ? records[i] : lowest;
+        highest = records[i] > highest ? records[i] : highest;
+    }
+    int64_t span = highest - lowest + 1;
+    if (highest < 0 || span > 16 * count) return NULL;
+    int32_t *seen = calloc((size_t)span, sizeof *seen);
+    int64_t *distinct = malloc((size_t)(count < span ? count : span) * sizeof *distinct);
+    if (!seen || !distinct) {
+        free(seen), free(distinct);
+        return NULL;
+    }
+    int64_t n = 0;
+    for (int64_t i = 0; i < count; i++) {
+        if (records[i] < 0) {
+            places[i] = -1;
+            continue;
+        }
+        int32_t *place = seen + (records[i] - lowest);
+        if (!*place) {
+            distinct[n] = records[i];
+            *place = (int32_t)++n;
+        }
+        places[i] = *place - 1;
+    }
+    bf16 *table = 2 * n <= count ? malloc((size_t)(n * dh) * sizeof *table) : NULL;
+    if (table) {
+        int64_t record = format == FP8 ? dh + dh / 32 : dh / 2 + dh / 16;
+        int team_size = team(threads, n, 256);
+        PARALLEL(team_size)
+        for (int64_t i = 0; i < n; i++) {
+            const uint8_t *data = pool + distinct[i] / entries * block_bytes + offset + distinct[i] % entries * record;
+            if (format == FP8) unpack_fp8(data, data + dh, table + i * dh, dh);
+            else unpack_nvfp4(data, data + dh / 2, table + i * dh, dh);
+        }
+    }
+    free(seen), free(distinct);
+    return table;
+}
+
+#define SHARE_FROM 16 /* rows in the step from which records are worth unpacking together */
+
+/* q, out [T, H, dh] packed bfloat16, dh a multiple of 64, at most 1024; rows [N, dh] bfloat16; pool NULL: no records.
+ * Returns 0, or 1 without memory. */
 int32_t benthic_sink_attention(const bf16 *q, const bf16 *rows, const int64_t *begin, const int64_t *count,
                                const uint8_t *pool, int64_t block_bytes, int64_t offset, int64_t entries,
                                int32_t format, const int64_t *records, int64_t num_records, const float *sink,
@@ -171,21 +230,29 @@ int32_t benthic_sink_attention(const bf16 *q, const bf16 *rows, const int64_t *b
     char *rooms = aligned_alloc(4096, size * (size_t)n);
     if (!rooms) return 1;
     for (int i = 0; i < n; i++) memset(((Room *)(rooms + size * (size_t)i))->nothing, 0, sizeof(bf16) * 1024);
+    bf16 *table = NULL;
+    int32_t *places = NULL;
+    if (pool && total >= SHARE_FROM) {
+        places = malloc((size_t)(total * num_records) * sizeof *places);
+        if (places)
+            table = unpack_shared(pool, block_bytes, offset, entries, format, records, total * num_records, dh, places,
+                                  threads);
+    }
+    Records where = {pool, block_bytes, offset, entries, format, table};
     PARALLEL(n)
     for (int64_t i = 0; i < total * bands; i++) {
         int64_t t = i / bands, h = i % bands * LANES;
         int some = heads - h < LANES ? (int)(heads - h) : LANES;
         Room *room = (Room *)(rooms + size * (size_t)this_thread());
-        const bf16 *window = rows + begin[t] * dh;
+        const int64_t *listed = pool ? records + t * num_records : NULL;
+        const int32_t *at = table ? places + t * num_records : NULL;
         if (dh == 128)
-            attend_row(room, q + (t * heads + h) * dh, some, 128, window, count[t], pool, block_bytes, offset, entries,
-                       format, records + t * num_records, pool ? num_records : 0, sink + h, scale, round_probs,
-                       out + (t * heads + h) * dh);
+            attend_row(room, q + (t * heads + h) * dh, some, 128, rows + begin[t] * dh, count[t], &where, listed, at,
+                       pool ? num_records : 0, sink + h, scale, round_probs, out + (t * heads + h) * dh);
         else
-            attend_row(room, q + (t * heads + h) * dh, some, dh, window, count[t], pool, block_bytes, offset, entries,
-                       format, records + t * num_records, pool ? num_records : 0, sink + h, scale, round_probs,
-                       out + (t * heads + h) * dh);
+            attend_row(room, q + (t * heads + h) * dh, some, dh, rows + begin[t] * dh, count[t], &where, listed, at,
+                       pool ? num_records : 0, sink + h, scale, round_probs, out + (t * heads + h) * dh);
     }
-    free(rooms);
+    free(rooms), free(table), free(places);
     return 0;
 }

@@ -103,6 +103,7 @@ def status() -> Status:
     try:
         path, built = _find_or_build()
         _library = ctypes.CDLL(str(path))
+        _library.benthic_keep_memory()
         seconds = time.perf_counter() - started if built else 0.0
         _status = Status(True, f"{path.name}, {_pool()[1]}", path, seconds)
         if built:
