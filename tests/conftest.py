@@ -5,8 +5,13 @@ import sys
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 SEED = 20260101
+
+# the same examples on every machine, and no verdict from a slow one
+settings.register_profile("benthic", derandomize=True, deadline=None)
+settings.load_profile("benthic")
 
 
 def pytest_report_header() -> str:
