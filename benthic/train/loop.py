@@ -147,7 +147,8 @@ class Ids(NamedTuple):
         return cls(ids["bos"], ids["eos"], ids["pad"], ids["think_close"])
 
 
-class Losses(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Losses:
     total: Tensor  # what is minimised
     text: Tensor  # weighted nats a response token
     needle: Tensor  # nats a response token of the needle rows
@@ -177,7 +178,7 @@ class Trainer:
         self.optimiser = Optimiser(backbone.leaves(self.model))
         self.steps = 0
         count = settings.rows * settings.length
-        self._geometry = dict(
+        self._geometry: dict[str, Any] = dict(
             images=None,
             embeds=None,
             starts=tuple(range(0, count + 1, settings.length)),
@@ -275,7 +276,7 @@ class Trainer:
 # ---- the run ---------------------------------------------------------------------------------------------------------
 
 
-COLUMNS = (
+COLUMNS: tuple[str, ...] = (
     "step", "seconds", "tokens", "tokens_per_second", "factor", "topk", "quantised", "text", "needle", "index",
     "balance", "norm", "largest_load",
 )  # fmt: skip
@@ -348,7 +349,7 @@ def run(
             factor = rate_factor(share, settings)
             values = trainer.step(loader.next(), phase, factor)
             done = trainer.steps - before
-            row = dict(
+            row: dict[str, float] = dict(
                 step=trainer.steps,
                 seconds=seconds,
                 tokens=trainer.steps * tokens_a_step,

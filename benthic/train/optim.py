@@ -126,7 +126,8 @@ class Optimiser:
     def step(self, factor: Tensor) -> Tensor:
         """One update from the leaves' gradients, which are consumed. factor: learning rate factor. Returns the norm."""
         counted = [leaf.value.grad for leaf in self.leaves if not leaf.index and leaf.value.grad is not None]
-        norm = torch.stack(torch._foreach_norm(counted, 2, torch.float32)).norm()
+        norms = torch._foreach_norm(counted, 2, torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+        norm = torch.stack(norms).norm()
         finite = torch.isfinite(norm)
         scale = torch.where(finite, (CLIP / (norm + 1e-6)).clamp(max=1.0), 0.0)
         self.count += 1
