@@ -137,7 +137,7 @@ def _sequence(field: str, value: object, want: str) -> Sequence[object]:
 def _stop_strings(value: object) -> None:
     stops = _sequence("stop", value, "a tuple of strings")
     if len(stops) > MAX_STOP_STRINGS:
-        raise BadField("stop", f"{len(stops)} strings", f"at most {MAX_STOP_STRINGS}")
+        raise BadField("stop", stops, f"at most {MAX_STOP_STRINGS} strings, not {len(stops)}")
     for i, text in enumerate(stops):
         if not isinstance(text, str) or not 0 < len(text.encode(errors="replace")) <= MAX_STOP_BYTES:
             raise BadField(f"stop[{i}]", text, f"a string of 1 to {MAX_STOP_BYTES} bytes")

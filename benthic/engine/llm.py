@@ -345,7 +345,9 @@ class LLM:
         if config is None:
             config = load(overrides=overrides)
         elif overrides:
-            raise BadField("config", "a Config", f"either a Config or single settings, not {', '.join(overrides)} too")
+            raise BadField(
+                "config", "given", f"either a configuration or single settings, not {', '.join(overrides)} too"
+            )
         self.config = config
         self.device = _device(config.device)
         torch.set_num_threads(config.cpu.threads or len(sched_getaffinity(0)))
@@ -644,7 +646,7 @@ def _matched(params: SamplingParams | Sequence[SamplingParams] | None, prompts: 
     if isinstance(params, SamplingParams):
         return [params] * prompts
     if len(params) != prompts:
-        raise BadField("params", f"{len(params)} sets", f"one, or one for each of the {prompts} prompts")
+        raise BadField("number of params", len(params), f"one set, or one for each of the {prompts} prompts")
     return list(params)
 
 

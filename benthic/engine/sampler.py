@@ -27,7 +27,7 @@ class _Recipe(NamedTuple):
     bias_ids: Tensor
     bias_values: Tensor
     banned: Tensor
-    allowed: Tensor | None  # [V] bool
+    allowed: Tensor | None  # [V] f32, 0 for allowed ids and -inf for the rest
 
 
 class Sampled(NamedTuple):
@@ -44,7 +44,10 @@ class Sampler:
     def __init__(self, vocab_size: int, device: torch.device | str = "cpu", never: Sequence[int] = ()):
         """never: ids that no request may produce, such as control tokens that only a prompt may hold."""
         self.vocab_size, self.device = vocab_size, torch.device(device)
-        self._never = torch.tensor(sorted(set(never)), dtype=torch.int64, device=device) if never else None
+        self._never: Tensor | None = None  # [V] added to all logits: -inf for these ids, 0 for the rest
+        if never:
+            self._never = torch.zeros(vocab_size, device=device)
+            self._never[torch.tensor(sorted(set(never)), device=device)] = _NEVER
         self._recipes: dict[int, _Recipe] = {}
 
     def __call__(self, logits: Tensor, draws: Sequence[Draw], requests: Sequence[int] | None = None) -> Sampled:
@@ -52,7 +55,8 @@ class Sampler:
         if not draws:
             return Sampled([], {}, {})
         recipes = [self._recipe(d.params) for d in draws]
-        work = logits if self._never is None else logits.index_fill(1, self._never, _NEVER)
+        # masks are added, not written: a NaN under a mask stays one, and its request fails
+        work = logits if self._never is None else logits + self._never
         work = self._edit(work, draws, recipes)
         peaks, best = work.max(dim=1)  # the first of equal ones; a NaN wins
         drawn = [i for i, r in enumerate(recipes) if not r.greedy]
@@ -90,8 +94,8 @@ class Sampler:
         ids = {"dtype": torch.int64, "device": self.device}
         allowed = None
         if params.allowed_ids:
-            allowed = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
-            allowed[torch.tensor(params.allowed_ids, **ids)] = True
+            allowed = torch.full((self.vocab_size,), _NEVER, device=self.device)
+            allowed[torch.tensor(params.allowed_ids, **ids)] = 0.0
         recipe = _Recipe(
             params=params,
             greedy=params.temperature == 0,
@@ -125,13 +129,13 @@ class Sampler:
         masked = [i for i in edited if recipes[i].allowed is not None]
         if masked:
             rows = torch.tensor(masked, device=self.device)
-            allowed = torch.stack([a for i in masked if (a := recipes[i].allowed) is not None])
-            logits[rows] = torch.where(allowed, logits[rows], _NEVER)
+            logits[rows] += torch.stack([a for i in masked if (a := recipes[i].allowed) is not None])
         banned = [recipes[i].banned + i * self.vocab_size for i in edited if len(recipes[i].banned)]
-        if banned:
-            flat[torch.cat(banned)] = _NEVER
         if blocked:
-            flat[torch.tensor(blocked, device=self.device)] = _NEVER
+            banned.append(torch.tensor(blocked, device=self.device))
+        if banned:
+            at = torch.cat(banned)
+            flat[at] += _NEVER
         return logits
 
     def _penalise(self, logits: Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> None:

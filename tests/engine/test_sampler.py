@@ -122,7 +122,16 @@ def test_greedy_takes_the_lowest_of_equal_ones():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.5)])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0),
+        SamplingParams(),
+        SamplingParams(top_p=0.5),
+        SamplingParams(banned_ids=(5,)),
+        SamplingParams(temperature=0, allowed_ids=(1, 2)),
+    ],
+)
 def test_a_row_that_is_not_finite_fails_alone(value: float, params: SamplingParams):
     logits = torch.randn(4, VOCAB)
     want = Sampler(VOCAB)(logits, [draw_of(params, seed=i) for i in range(4)]).tokens
