@@ -155,20 +155,21 @@ CHUNKS = {
     "a chunk beside decode rows": [(33, 9), (50, 1), (5, 5)],
     "one chunk": [(70, 40)],
     "all short": [(4, 2), (6, 1), (8, 8)],
+    "one more than may be kept": [(9, 1), (9, 3)],
     "an empty chunk": [(20, 0), (30, 2)],
     "nothing": [],
 }
 
 
 @pytest.mark.parametrize("form", ["f32", "mxfp4"])
-@pytest.mark.parametrize("emit", [0, 2, 100])
+@pytest.mark.parametrize(("emit", "size"), [(0, 4), (2, 2), (2, 4), (100, 4)])  # 2 x 2: less than topk
 @pytest.mark.parametrize("restricted", [False, True])
 @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS.keys())
 def test_over_the_cache_equals_one_row_at_a_time(
-    device: torch.device, chunks: list[tuple[int, int]], restricted: bool, emit: int, form: str
+    device: torch.device, chunks: list[tuple[int, int]], restricted: bool, emit: int, size: int, form: str
 ) -> None:
     """chunks: (entries of the sequence, rows in the step); row i of n sees all but the last n-1-i entries."""
-    topk, size = 8, 4
+    topk = 8
     keys = [torch.randn(n, 32) for n, _ in chunks]
     paged, tables = paged_keys(keys, form, device)
     starts = tuple(sum(rows for _, rows in chunks[:i]) for i in range(len(chunks) + 1))
