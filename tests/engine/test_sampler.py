@@ -173,3 +173,26 @@ def test_many_parameter_sets_are_forgotten_in_turn():
         token = i % VOCAB
         assert sampler(logits, [draw_of(SamplingParams(temperature=0, logit_bias=((token, 1.0),)))]).tokens == [token]
     assert len(sampler._recipes) <= 1024
+
+
+@pytest.mark.gpu
+def test_a_gpu_draws_the_same_tokens():
+    """Same logits, same tokens: everything that is summed is an integer."""
+    torch.manual_seed(8)
+    logits = torch.randn(40, 4096) * 3
+    logits[7, 9] = math.nan
+    sets = [
+        SamplingParams(temperature=0),
+        SamplingParams(),
+        SamplingParams(top_p=0.9, temperature=0.7, logprobs=3),
+        SamplingParams(top_k=40, min_p=0.02, repetition_penalty=1.2, frequency_penalty=0.5),
+        SamplingParams(banned_ids=(4, 5), logit_bias=((7, 2.0),), allowed_ids=tuple(range(2000))),
+    ]
+    draws = [draw_of(sets[i % len(sets)], seed=i, position=i) for i in range(40)]
+    here = Sampler(4096, never=(1,))(logits, draws)
+    there = Sampler(4096, "cuda", never=(1,))(logits.cuda(), draws)
+    assert set(here.failures) == set(there.failures) == {7}
+    assert [t for i, t in enumerate(here.tokens) if i != 7] == [t for i, t in enumerate(there.tokens) if i != 7]
+    for i, entry in here.logprobs.items():
+        assert [v for v, _ in entry.top] == [v for v, _ in there.logprobs[i].top]
+        assert entry.logprob == pytest.approx(there.logprobs[i].logprob, abs=1e-5)

@@ -216,6 +216,27 @@ def test_preemption_loses_nothing():
         assert tokens_of(events[request.id, 0]) == expected(request, 0)
 
 
+def test_the_worst_rank_is_preempted_and_the_best_never():
+    loop = fake_loop(blocks=14, slots=5)
+    priorities = {0: 0, 1: 3, 2: 3, 3: -1}
+    for i, priority in priorities.items():
+        loop.inbox.put(Request(i, prompt(7, i), greedy(max_tokens=38, ignore_eos=True), seed=i, priority=priority))
+    victims: list[int] = []
+    ended: list[int] = []
+    running: list[int] = []
+    while loop.busy:
+        loop.step()
+        ended += [e.request for e in loop.outbox.take() if e.usage]
+        now = [b.request for b in loop.scheduler.running]
+        victims += [request for request in running if request not in now and request not in ended]
+        running = now
+    assert victims
+    assert victims[0] == 2  # last come of the worst priority
+    assert 3 not in victims
+    assert ended[0] == 3
+    assert ended.index(0) < ended.index(1)
+
+
 def test_prompt_logprobs_survive_chunks_and_preemption():
     def scored(**world: int) -> list[tuple]:
         loop = fake_loop(**world)  # type: ignore[arg-type]
