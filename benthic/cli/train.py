@@ -31,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reserve-seconds", type=float, default=45.0, help="of the limit, kept for evaluation and packing"
     )
     train.add_argument("--pack", type=Path, help="also write the checkpoint here at the end")
+    train.add_argument(
+        "--profile", type=Path, help="write where a step's time goes to this file, after everything else"
+    )
     train.add_argument("--documents", type=_count, help="held-out documents to evaluate; default: all")
     _add_settings(train)
     train.set_defaults(run_stage=_backbone)
@@ -140,6 +143,8 @@ def _backbone(args: argparse.Namespace) -> int:
             result["packed_bytes"] = pack.write(args.pack, args.data, config_json, masters, settings.seed, replace=True)
         evaluator = evaluate.Evaluator(trainer, args.data, manifest, tokenizer)
         result |= evaluate.report(trainer, evaluator, documents=args.documents)
+        if args.profile is not None:
+            args.profile.write_text(loop.profile(trainer, loader.next()), encoding="utf-8")
     if device.type == "cuda":
         result["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
         result["device"] = torch.cuda.get_device_name(device)

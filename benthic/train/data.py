@@ -28,7 +28,7 @@ Ids = NDArray[np.uint16]
 
 MANIFEST = "data.json"
 FORMAT = 1
-NEEDLE_LADDER = (450, 1050, 2050, 3800)  # characters of the held-out needle prompts: about 120, 270, 520, 970 tokens
+NEEDLE_LADDER = (450, 1050, 2050, 3600)  # characters of the held-out needle prompts: about 120, 270, 520, 930 tokens
 LOOP_TOKENS, LOOP_TIMES = 8, 4  # a response loops when one piece of so many tokens stands in it so often
 
 
@@ -351,7 +351,11 @@ def build(
     held_out = [s for pair in read_pairs(valid_file) for s in skills.sentences_of(pair.response)]
     vocabulary = sorted(words)
     for kind, budget in skill_tokens.items():
-        for split, source, size in (("train", sentences, budget), ("held_out", held_out, budget // 40)):
+        splits: tuple[tuple[skills.Split, list[str], int], ...] = (
+            ("train", sentences, budget),
+            ("held_out", held_out, budget // 40),
+        )
+        for split, source, size in splits:
             collected = Collected()
             rendered = skill_documents(kind, split, size, renderer.ids, source, vocabulary, seed)
             for ids in progress(rendered, f"{kind} {split}", None):

@@ -69,7 +69,7 @@ class Evaluator:
             score = trainer.kernels.piece(head_scores)
             nats, right = score(hidden.detach(), trainer.model.head.weight.detach(), wanted)
             lengths = self.byte_lengths[wanted].view_as(inside) * inside
-            wrong = ((~right).view_as(inside) & (inside > 0)).any(1)
+            wrong = ((~right).view_as(inside) & (inside > 0)).any(1) | (inside.sum(1) == 0)  # cut before its answer
             per_row = ((nats.view_as(inside) * inside).sum(1), lengths.sum(1), inside.sum(1), (~wrong).double())
             return torch.stack([value.double() for value in per_row])
 

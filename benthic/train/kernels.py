@@ -113,7 +113,7 @@ def expert_hidden(h13: Tensor, weights: Tensor, limit: float, quantise: bool) ->
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     y = F.silu(gate) * up * weights.unsqueeze(-1)
     if quantise:
-        y = y + (quant.roundtrip_fp8(y) - y).detach()
+        y = y + (quant.roundtrip_fp8_reference(y) - y).detach()
     return y.flatten(1).to(h13.dtype)
 
 
@@ -145,7 +145,7 @@ class TrainingKernels:
         if self.compiled:
             import torch._dynamo.config as dynamo
 
-            dynamo.recompile_limit = 256  # one variant a shape and phase, counted per piece
+            dynamo.recompile_limit = dynamo.accumulated_recompile_limit = 1024  # one variant a shape, dtype and phase
 
     def _compile(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(fn, dynamic=False, fullgraph=True) if self.compiled else fn
@@ -168,9 +168,9 @@ class TrainingKernels:
             (gemm, "grouped_linear"): gemm.grouped_linear_reference,
             (norm, "rms_norm"): piece(norm.rms_norm_reference),
             (rope, "rotate"): piece(rope.rotate_reference),
-            (quant, "roundtrip_fp8"): self.straight(quant.roundtrip_fp8),
-            (quant, "roundtrip_mxfp4"): self.straight(quant.roundtrip_mxfp4),
-            (quant, "roundtrip_nvfp4"): self.straight(quant.roundtrip_nvfp4),
+            (quant, "roundtrip_fp8"): self.straight(quant.roundtrip_fp8_reference),
+            (quant, "roundtrip_mxfp4"): self.straight(quant.roundtrip_mxfp4_reference),
+            (quant, "roundtrip_nvfp4"): self.straight(quant.roundtrip_nvfp4_reference),
             (swiglu, "swiglu"): piece(swiglu.swiglu_reference),
             (hyper, "hyper_mixes"): self._mixes,
             (hyper, "hyper_collapse"): piece(collapse),

@@ -373,6 +373,31 @@ def _extra(settings: Settings, clock: Clock, loader: RowLoader) -> dict[str, Any
     return {"settings": asdict(settings), "seconds": clock.seconds(), "loader": dict(loader.at)}
 
 
+def profile(trainer: Trainer, ids: Tensor, steps: int = 5) -> str:
+    """Wall time of a step in each phase, and where the device spends it: for a person. Disturbs the weights."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as trace
+
+    text: list[str] = []
+    for phase in (Phase(False, False), Phase(True, False), Phase(True, True)):
+        trainer.enter(phase)
+        trainer.step(ids, phase, 0.0)
+        trainer.step(ids, phase, 0.0).tolist()
+        begin = time.monotonic()
+        values = [trainer.step(ids, phase, 0.0) for _ in range(steps)]
+        launched = time.monotonic() - begin
+        values[-1].tolist()  # waits
+        wall = time.monotonic() - begin
+        text.append(
+            f"{phase}: {1e3 * wall / steps:.1f} ms a step, {ids.numel() * steps / wall:.0f} tokens/s, "
+            f"{1e3 * launched / steps:.1f} ms to launch it"
+        )
+        with trace(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
+            trainer.step(ids, phase, 0.0).tolist()
+        text.append(traced.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=90))
+    return "\n".join(text)
+
+
 def plot(out: Path) -> Path:
     """The loss curve of a log, as PNG."""
     try:
