@@ -318,9 +318,10 @@ def test_abort_while_its_step_runs_keeps_the_blocks_until_the_step_is_over():
     scheduler.check_invariants()
 
 
-def test_a_step_that_fails_is_computed_again():
+@pytest.mark.parametrize("step", [1, 2, 4])
+def test_a_step_that_fails_is_computed_again(step: int):
     model = FakeModel()
-    model.fail_at = 4
+    model.fail_at = step
     loop = fake_loop(blocks=100, budget=9, model=model)
     requests = [Request(i, prompt(20, i), SamplingParams(max_tokens=6), seed=i) for i in range(3)]
     for request in requests:
