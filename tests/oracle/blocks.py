@@ -3,7 +3,7 @@
 Where a block has a memory (windows, groups, entries), the memory too is what the package stored.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,40 @@ class Pair(NamedTuple):
     layer: int
     got: Array  # [T, ...]
     want: Array
+
+
+KINDS = {
+    "chosen experts": "exact",
+    "n-gram rows": "exact",
+    "stored entry": "exact",
+    "stored index key": "exact",
+    "mixes: pre": "float",
+    "mixes: post": "float",
+    "mixes: comb": "float",
+    "expert weights": "float",
+    "collapse": "rounded",
+    "sublayer norm": "rounded",
+    "expand": "rounded",
+    "query latent": "rounded",
+    "query": "rounded",
+    "latent": "rounded",
+    "rotated latent": "rounded",
+    "index weight": "rounded",
+    "n-gram keys, value": "rounded",
+    "n-gram gate": "rounded",
+    "attention": "rounded",
+    "taps": "rounded",
+    "window row": "chained",
+    "index key": "chained",
+    "index query": "chained",
+    "output projection": "chained",
+    "experts": "chained",
+}
+MIN_SHARE = {"rounded": 0.998, "chained": 0.99}
+MIN_SHARE_ATTENTION = 0.995
+MAX_STEPS = 1.0  # bfloat16 steps, rounded blocks
+MAX_FLOAT_STEPS = 2e-3  # of a bfloat16 step: 8e-6 relative
+MAX_CHAINED_RMS = 5e-3  # root mean square of the difference, relative to that of the block: a turned FP8 code or two
 
 
 def ulp(x: Array) -> Array:
@@ -37,6 +71,28 @@ def distance(pair: Pair) -> float:
     return float((np.abs(got - want) / ulp(size)).max())
 
 
+def relative_rms(pair: Pair) -> float:
+    return float(np.sqrt(((pair.got - pair.want) ** 2).mean() / (pair.want**2).mean()))
+
+
+def check(pair: Pair) -> None:
+    kind = KINDS[pair.block]
+    where = f"{pair.block}, layer {pair.layer}"
+    assert pair.got.shape == pair.want.shape, where
+    assert np.isfinite(pair.got).all(), where
+    if kind == "exact":
+        assert (pair.got == pair.want).all(), where
+    elif kind == "float":
+        assert distance(pair) <= MAX_FLOAT_STEPS, where
+    else:
+        share = MIN_SHARE_ATTENTION if pair.block == "attention" else MIN_SHARE[kind]
+        assert equal_share(pair) >= share, where
+        if kind == "rounded":
+            assert distance(pair) <= MAX_STEPS, where
+        else:
+            assert relative_rms(pair) <= MAX_CHAINED_RMS, where
+
+
 def _rows(function: Any, *inputs: Array) -> Array:
     return np.stack([function(*row) for row in zip(*inputs, strict=True)])
 
@@ -50,13 +106,18 @@ def _two(r: Recorder, layer: int, name: str) -> list[tuple[Array, ...]]:
     ]
 
 
-def pairs(package: Package, r: Recorder, slow: SlowModel) -> Iterator[Pair]:
+def pairs(package: Package, r: Recorder, slow: SlowModel, layers: Collection[int] | None = None) -> Iterator[Pair]:
+    """All blocks of all layers and what follows them, or those of some layers."""
     for layer in slow.layers:
+        if layers is not None and layer.index not in layers:
+            continue
         yield from _streams(r, slow, layer)
         if layer.index in slow.engram_ids:
             yield from _engram(package, r, slow, layer)
         yield from _attention(package, r, slow, layer)
         yield from _experts(r, slow, layer)
+    if layers is not None:
+        return
     s, pre, y = r.get(-1, "collapse")
     yield Pair("collapse", -1, y, _rows(lambda a, b: slow.math.cut(collapse(a, b)), s, pre))
     taps = np.concatenate(package.taps)
@@ -186,3 +247,36 @@ def selections(package: Package, r: Recorder, slow: SlowModel) -> Iterator[tuple
                 kept = np.isin(np.arange(len(scores)) // text["candidate_block_size"], limit)
                 scores = np.where(kept, scores, -np.inf)
             yield "entries", i, p, reads[p], slow.choose(scores, p, i, None), scores
+
+
+def check_wiring(package: Package, r: Recorder) -> None:
+    """Who reads whose mix: attention the sublayer's before, the experts attention's; bit for bit."""
+    previous, stream = None, None
+    for i in range(len(package.plan)):
+        s_in, pre_in, s_out, pre_out = r.get(i, "layer")
+        s_attn, attn_pre, _, attn_comb = r.get(i, "attn_mixes")
+        s_ffn, ffn_pre, ffn_post, _ = r.get(i, "ffn_mixes")
+        collapses, expands = r.calls[i, "collapse"], r.calls[i, "expand"]
+
+        def rows(calls: list[tuple[Any, ...]], value: int) -> Array:
+            return np.concatenate([call[value].double().numpy() for call in calls])
+
+        if previous is None:
+            assert (pre_in == np.eye(4)[0]).all(), "the first read is the first stream alone"
+        else:
+            assert (pre_in == previous).all(), i
+            if not r.has(i, "engram_gate"):
+                assert stream is not None
+                assert (s_in == stream).all(), i
+        assert (s_attn == s_in).all(), i
+        assert (rows(collapses[0::2], 1) == pre_in).all(), i
+        assert (rows(collapses[1::2], 1) == attn_pre).all(), i
+        assert (rows(collapses[1::2], 0) == s_ffn).all(), i
+        assert (rows(expands[0::2], 3) == attn_comb).all(), i
+        assert (rows(expands[1::2], 2) == ffn_post).all(), i
+        assert (pre_out == ffn_pre).all(), i
+        previous, stream = pre_out, s_out
+    s, pre, _ = r.get(-1, "collapse")
+    assert stream is not None
+    assert (s == stream).all()
+    assert (pre == previous).all()

@@ -47,12 +47,13 @@ class Package:
         numerics: str = "float",
         text: dict[str, Any] | None = None,
         weights: dict[str, Array] | None = None,
+        classes: Array | None = None,
     ):
         raw = Folder(folder).config
         self.config = ModelConfig.from_json({**raw, "text_config": raw["text_config"] | (text or {})})
         self.numerics = NUMERICS[numerics]
         source = Source(folder, weights or {})
-        self.model = DeepseekV41(self.config, self.numerics)
+        self.model = DeepseekV41(self.config, self.numerics, None if classes is None else torch.from_numpy(classes))
         self.model.load(source)
         self.drafter = DSpark(self.config, self.numerics)
         self.drafter.load(source)

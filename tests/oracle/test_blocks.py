@@ -19,45 +19,12 @@ import pytest
 import torch
 
 from benthic.kernels import engram, hyper
-from tests.oracle.blocks import Pair, distance, equal_share, pairs, selections, ulp
+from tests.oracle.blocks import KINDS, Pair, check, check_wiring, pairs, selections, ulp
 from tests.oracle.conftest import tokens
 from tests.oracle.package import Package, Recorder, recording
-from tests.oracle.slow_v41 import Array, SlowModel, collapse
+from tests.oracle.slow_v41 import SlowModel, collapse
 
 RUNS = {"tiny": (140, [67, 60, 1, 12]), "tiny_512": (46, [19, 20, 1, 3])}
-
-KINDS = {
-    "chosen experts": "exact",
-    "n-gram rows": "exact",
-    "stored entry": "exact",
-    "stored index key": "exact",
-    "mixes: pre": "float",
-    "mixes: post": "float",
-    "mixes: comb": "float",
-    "expert weights": "float",
-    "collapse": "rounded",
-    "sublayer norm": "rounded",
-    "expand": "rounded",
-    "query latent": "rounded",
-    "query": "rounded",
-    "latent": "rounded",
-    "rotated latent": "rounded",
-    "index weight": "rounded",
-    "n-gram keys, value": "rounded",
-    "n-gram gate": "rounded",
-    "attention": "rounded",
-    "taps": "rounded",
-    "window row": "chained",
-    "index key": "chained",
-    "index query": "chained",
-    "output projection": "chained",
-    "experts": "chained",
-}
-MIN_SHARE = {"rounded": 0.998, "chained": 0.99}
-MIN_SHARE_ATTENTION = 0.995
-MAX_STEPS = 1.0  # bfloat16 steps, rounded blocks
-MAX_FLOAT_STEPS = 2e-3  # of a bfloat16 step: 8e-6 relative
-MAX_CHAINED_RMS = 5e-3  # root mean square of the difference, relative to that of the block: a turned FP8 code or two
 
 
 @dataclass
@@ -81,28 +48,6 @@ def recorded(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) 
     for pair in pairs(package, recorder, slow):
         by_block[pair.block].append(pair)
     return Recorded(package, recorder, slow, by_block)
-
-
-def relative_rms(pair: Pair) -> float:
-    return float(np.sqrt(((pair.got - pair.want) ** 2).mean() / (pair.want**2).mean()))
-
-
-def check(pair: Pair) -> None:
-    kind = KINDS[pair.block]
-    where = f"{pair.block}, layer {pair.layer}"
-    assert pair.got.shape == pair.want.shape, where
-    assert np.isfinite(pair.got).all(), where
-    if kind == "exact":
-        assert (pair.got == pair.want).all(), where
-    elif kind == "float":
-        assert distance(pair) <= MAX_FLOAT_STEPS, where
-    else:
-        share = MIN_SHARE_ATTENTION if pair.block == "attention" else MIN_SHARE[kind]
-        assert equal_share(pair) >= share, where
-        if kind == "rounded":
-            assert distance(pair) <= MAX_STEPS, where
-        else:
-            assert relative_rms(pair) <= MAX_CHAINED_RMS, where
 
 
 @pytest.mark.parametrize("block", KINDS)
@@ -134,36 +79,7 @@ def test_selections(recorded: Recorded) -> None:
 
 
 def test_wiring(recorded: Recorded) -> None:
-    """Who reads whose mix: attention the sublayer's before, the experts attention's; bit for bit."""
-    r, previous, stream = recorded.recorder, None, None
-    for i in range(len(recorded.package.plan)):
-        s_in, pre_in, s_out, pre_out = r.get(i, "layer")
-        s_attn, attn_pre, _, attn_comb = r.get(i, "attn_mixes")
-        s_ffn, ffn_pre, ffn_post, _ = r.get(i, "ffn_mixes")
-        collapses, expands = r.calls[i, "collapse"], r.calls[i, "expand"]
-
-        def rows(calls: list[tuple[torch.Tensor, ...]], value: int) -> Array:
-            return np.concatenate([call[value].double().numpy() for call in calls])
-
-        if previous is None:
-            assert (pre_in == np.eye(4)[0]).all(), "the first read is the first stream alone"
-        else:
-            assert (pre_in == previous).all(), i
-            if not r.has(i, "engram_gate"):
-                assert stream is not None
-                assert (s_in == stream).all(), i
-        assert (s_attn == s_in).all(), i
-        assert (rows(collapses[0::2], 1) == pre_in).all(), i
-        assert (rows(collapses[1::2], 1) == attn_pre).all(), i
-        assert (rows(collapses[1::2], 0) == s_ffn).all(), i
-        assert (rows(expands[0::2], 3) == attn_comb).all(), i
-        assert (rows(expands[1::2], 2) == ffn_post).all(), i
-        assert (pre_out == ffn_pre).all(), i
-        previous, stream = pre_out, s_out
-    s, pre, _ = r.get(-1, "collapse")
-    assert stream is not None
-    assert (s == stream).all()
-    assert (pre == previous).all()
+    check_wiring(recorded.package, recorded.recorder)
 
 
 def test_draft_context(recorded: Recorded) -> None:
