@@ -190,7 +190,7 @@ class _ReplyReader:
         return self._parser.finished
 
     def push(self, ids: Sequence[int], armed: bool, ended: bool) -> list[dict[str, Any]]:
-        return self._show(self._parser.push(ids))
+        return self._show(self._parser.push(ids[:-1] if ended else ids))
 
     def finish(self, reason: FinishReason) -> list[dict[str, Any]]:
         return self._show(self._parser.finish(reason))
@@ -467,7 +467,8 @@ class LLM:
 
         messages   OpenAI chat form, see `text/prompt.py`; so are thinking, effort, tools and tool_choice.
         stream     as in `generate`; pieces carry reasoning, content (`text`) and tool calls apart.
-        returns    a completion whose choices have a `message`. Stop strings match in the content only.
+        returns    a completion whose choices have a `message`. Stop strings match in the content only, and there also
+                   before `min_tokens`.
         """
         params = params or SamplingParams()
         params.validate(self.model.vocab_size)

@@ -94,7 +94,8 @@ class Branch:
         )
         self.context = array("i", request.prompt) if penalised else None  # the same as `tokens`, for the sampler
         self.computed = 0  # tokens whose state is in the cache
-        self.scored = 1  # prompt tokens whose log-probability is known; the first has none
+        # prompt tokens whose log-probability is known: the first has none, and one branch is enough to ask for the rest
+        self.scored = 1 if index == 0 else self.prompt_tokens
         self.lease: Lease | None = None
         self.in_flight = False  # part of the step that is running
         self.ended = False

@@ -90,10 +90,11 @@ def test_forms_of_prompts(llm: LLM):
 
 
 def test_branches(llm: LLM):
-    (done,) = llm.generate("a", SamplingParams(max_tokens=6, n=3, seed=4))
+    (done,) = llm.generate("the sea", SamplingParams(max_tokens=6, n=3, seed=4, prompt_logprobs=0))
+    assert len(done.prompt_logprobs) == len(done.prompt_token_ids) - 1
     assert len({choice.token_ids for choice in done.choices}) == 3
     assert done.usage.completion_tokens == sum(len(choice.token_ids) for choice in done.choices)
-    assert llm.generate("a", SamplingParams(max_tokens=6, seed=4))[0].token_ids == done.token_ids
+    assert llm.generate("the sea", SamplingParams(max_tokens=6, seed=4))[0].token_ids == done.token_ids
 
 
 def test_seeds(llm: LLM):
@@ -241,6 +242,16 @@ def test_a_conversation(llm: LLM):
     assert at_rest(llm)
 
 
+def test_a_stop_id_is_no_part_of_a_reply(llm: LLM):
+    messages = [{"role": "user", "content": "What is your name?"}]
+    free = llm.chat(messages, GREEDY)
+    assert llm.tokenizer is not None
+    at = next(i for i, token in enumerate(free.token_ids) if i > 2 and token not in free.token_ids[:i])
+    done = llm.chat(messages, replace(GREEDY, stop_ids=(free.token_ids[at],)))
+    assert done.text == llm.tokenizer.decode(free.token_ids[:at])
+    assert done.finish_reason == "stop"
+
+
 def test_a_reply_that_is_complete_stops_the_engine(llm: LLM):
     assert llm.tokenizer is not None
     bias = ((llm.tokenizer.eos_id, 100.0),)
@@ -309,21 +320,23 @@ def test_damaged_logits_are_an_error_of_their_request(llm: LLM, monkeypatch: pyt
     assert at_rest(llm)
 
 
-def test_ctrl_c_ends_the_call_and_nothing_else(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("where", ["run", "commit"])
+def test_ctrl_c_ends_the_call_and_nothing_else(llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str):
     want = llm.generate("b", GREEDY)[0].token_ids
     other = llm.generate("b", GREEDY, stream=True)
     got = list(next(other).token_ids)
-    run, calls = llm.loop.runner.run, 0
+    owner = llm.loop.runner if where == "run" else llm.loop.scheduler
+    usual, calls = getattr(owner, where), 0
 
-    def interrupted(plan):  # type: ignore[no-untyped-def]
+    def interrupted(*arguments: object) -> object:
         nonlocal calls
         calls += 1
         if calls == 3:
             os.kill(os.getpid(), signal.SIGINT)
-        return run(plan)
+        return usual(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.loop.runner, "run", interrupted)
+        patch.setattr(owner, where, interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate("a", replace(GREEDY, max_tokens=200))
     assert calls == 3
