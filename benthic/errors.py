@@ -301,6 +301,15 @@ class NativeBuildError(BenthicError):
         )
 
 
+class BenchError(BenthicError):
+    """A measurement that could not be made."""
+
+    code, status = "bench_failed", 500
+
+    def __init__(self, what: str, detail: str):
+        super().__init__(f"{what} could not be measured: {detail}")
+
+
 # Requests
 
 

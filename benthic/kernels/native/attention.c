@@ -225,7 +225,7 @@ int32_t benthic_sink_attention(const bf16 *q, const bf16 *rows, const int64_t *b
                                bf16 *out, int64_t total, int64_t heads, int64_t dh, float scale, int32_t round_probs,
                                int32_t threads) {
     int64_t bands = (heads + LANES - 1) / LANES;
-    int n = team(threads, total * bands, 2);
+    int n = team(threads, total * bands, 8);
     size_t size = (sizeof(Room) + 4095) / 4096 * 4096;
     char *rooms = aligned_alloc(4096, size * (size_t)n);
     if (!rooms) return 1;

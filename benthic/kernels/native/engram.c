@@ -37,7 +37,7 @@ INLINE void gate_row(const void *s, const void *key, const void *value, const fl
 void benthic_engram_gate(const void *s, const void *keys, const void *value, const float *weight, const uint8_t *images,
                          void *y, int64_t rows, int64_t streams, int64_t d, int64_t ldk, int64_t ldv, float eps,
                          int32_t wide, int32_t threads) {
-    int n = team(threads, rows * streams * d, 1 << 15);
+    int n = team(threads, rows * streams * d, 1 << 18);
     PARALLEL(n)
     for (int64_t t = 0; t < rows; t++)
         for (int64_t i = 0; i < streams; i++) {

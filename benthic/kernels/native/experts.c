@@ -18,7 +18,7 @@ INLINE vf activate(vf gate, vf up, float limit) {
 /* gate and up rows at one stride; weights NULL: 1 */
 void benthic_swiglu(const void *gate, const void *up, const float *weights, void *y, int64_t rows, int64_t width,
                     int64_t stride, float limit, int32_t wide, int32_t wide_out, int32_t threads) {
-    int n = team(threads, rows * width, 1 << 14);
+    int n = team(threads, rows * width, 1 << 17);
     PARALLEL(n)
     for (int64_t t = 0; t < rows; t++)
         for (int64_t j = 0; j < width; j += LANES) {
@@ -31,7 +31,7 @@ void benthic_swiglu(const void *gate, const void *up, const float *weights, void
 /* the k best of sqrt(softplus(scores)) + bias; scores [T, E] f32 are replaced by sqrt(softplus(scores)) */
 void benthic_route(float *scores, const float *bias, int64_t bias_stride, int64_t *ids, float *weights, int64_t rows,
                    int64_t experts, int64_t k, int32_t normalise, float scale, int32_t threads) {
-    int n = team(threads, rows, 64);
+    int n = team(threads, rows, 128);
     PARALLEL(n)
     for (int64_t t = 0; t < rows; t++) {
         float *s = scores + t * experts;
@@ -95,7 +95,7 @@ int32_t benthic_experts(const bf16 *x, const int64_t *ids, const float *weights,
     int64_t pairs = rows * k;
     for (int64_t i = 0; i < pairs; i++)
         if (ids[i] < 0 || ids[i] >= experts) return 2;
-    int n = team(threads, pairs * inner * d, 1 << 16);
+    int n = team(threads, 3 * pairs * inner * d, 1 << 22);
     size_t room = (size_t)(PAIRS * (2 * d + 3 * inner)) * sizeof(bf16);
     int64_t items = experts + pairs / PAIRS + 1; /* most pieces of at most PAIRS pairs */
     int64_t *order = malloc((size_t)(pairs + 3 * items + experts + 1) * sizeof *order);

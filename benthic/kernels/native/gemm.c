@@ -17,7 +17,7 @@ INLINE void rows_bf(const bf16 *x, int64_t ldx, int64_t rows, const bf16 *w, int
 static void product_bf(const bf16 *x, int64_t rows, int64_t groups, int64_t k, int64_t n, int64_t ldx, int64_t gdx,
                        const bf16 *w, void *out, int64_t ldo, int64_t gdo, int wide_out, int threads) {
     int64_t size = wide_out ? 4 : 2;
-    int n_threads = team(threads, rows * groups * n * k, 1 << 17);
+    int n_threads = team(threads, rows * groups * n * k, 1 << 22);
     int64_t tiles = (rows + TILE - 1) / TILE;
     /* few rows: cut the columns as well, in bands of at least 16 that are multiples of 16 */
     int64_t bands = tiles * groups >= 2 * n_threads ? 1 : n_threads;
@@ -47,7 +47,7 @@ int32_t benthic_linear_f32(const void *x, int32_t x_wide, int64_t rows, int64_t 
     if (!x_wide) {
         copy = malloc((size_t)(rows * k) * sizeof *copy);
         if (!copy) return 1;
-        int n_threads = team(threads, rows * k, 1 << 16);
+        int n_threads = team(threads, rows * k, 1 << 18);
         PARALLEL(n_threads)
         for (int64_t t = 0; t < rows; t++)
             for (int64_t j = 0; j < k; j += LANES) store_f(copy + t * k + j, load_bf((const bf16 *)x + t * ldx + j));
@@ -55,7 +55,7 @@ int32_t benthic_linear_f32(const void *x, int32_t x_wide, int64_t rows, int64_t 
     }
     const float *from = x_wide ? (const float *)x : copy;
     int64_t size = wide_out ? 4 : 2;
-    int n_threads = team(threads, rows * n * k, 1 << 16);
+    int n_threads = team(threads, rows * n * k, 1 << 19);
     int64_t tiles = (rows + TILE - 1) / TILE;
     int64_t bands = tiles >= 2 * n_threads ? 1 : n_threads;
     int64_t band = (n + bands - 1) / bands;

@@ -88,8 +88,7 @@ int32_t benthic_hyper_mixes(const void *s, const float *fn, const float *scale, 
                             float hc_eps, int32_t iters, int32_t wide, int32_t threads) {
     int64_t width = streams * d, blocks = (rows + BLOCK - 1) / BLOCK;
     int mixes = (int)((2 + streams) * streams);
-    int n = team(threads, blocks, 1);
-    if (rows < 4) n = 1;
+    int n = team(threads, blocks, 4);
     float *room = malloc((size_t)(n * 4 * width) * sizeof *room);
     if (!room) return 1;
     PARALLEL(n)
@@ -127,7 +126,7 @@ INLINE void collapse_row(const void *s, const float *pre, void *y, int64_t t, in
 
 void benthic_hyper_collapse(const void *s, const float *pre, void *y, int64_t rows, int64_t streams, int64_t d,
                             int32_t wide, int32_t threads) {
-    int n = team(threads, rows * streams * d, 1 << 16);
+    int n = team(threads, rows * streams * d, 1 << 18);
     PARALLEL(n)
     for (int64_t t = 0; t < rows; t++) {
         if (wide) collapse_row(s, pre, y, t, (int)streams, d, 1);
@@ -153,7 +152,7 @@ INLINE void expand_row(const void *out, const void *s, const float *post, const 
 
 void benthic_hyper_expand(const void *out, const void *s, const float *post, const float *comb, void *y, int64_t rows,
                           int64_t streams, int64_t d, int32_t wide, int32_t wide_out, int32_t threads) {
-    int n = team(threads, rows * streams * d, 1 << 15);
+    int n = team(threads, rows * streams * d, 1 << 18);
     PARALLEL(n)
     for (int64_t t = 0; t < rows; t++) {
         if (!wide && !wide_out && streams == 4) expand_row(out, s, post, comb, y, t, 4, d, 0, 0);

@@ -195,7 +195,7 @@ int32_t benthic_index_select(const bf16 *q, const float *w, const uint8_t *pool,
             list[2 * i + 1] = r;
         }
     for (int64_t c = 0; c < num_chunks; c++) work += chunks[2 * c + 1] * (most_visible + 64);
-    int n = team(threads, work, 1 << 12);
+    int n = team(threads, work, 1 << 13);
     size_t tile_bytes = sizeof(vu) * 2 * MOST_PAIRS;
     size_t room = ((size_t)wide * (ROWS * 2 + 4 + 2) + tile_bytes + 4095) / 4096 * 4096;
     char *rooms = aligned_alloc(4096, room * (size_t)n);

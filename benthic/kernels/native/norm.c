@@ -17,7 +17,7 @@ INLINE void norm_row(const void *x, const float *weight, void *y, int64_t from, 
 /* x rows at stride ldx, y packed; d a multiple of 16 */
 void benthic_rms_norm(const void *x, const float *weight, void *y, int64_t rows, int64_t d, int64_t ldx, float eps,
                       int32_t wide, int32_t threads) {
-    int n = team(threads, rows * d, 1 << 16);
+    int n = team(threads, rows * d, 1 << 18);
     PARALLEL(n)
     for (int64_t t = 0; t < rows; t++) {
         if (wide) norm_row(x, weight, y, t * ldx, t * d, d, eps, 1);
@@ -81,7 +81,7 @@ INLINE void rotate_row(const void *x, void *y, int64_t from, int64_t to, int64_t
 void benthic_rotate(const void *x, void *y, const int64_t *positions, const float *freqs, int64_t rows, int64_t heads,
                     int64_t dh, int64_t pairs, int64_t ldx, int64_t hdx, int32_t inverse, int32_t wide,
                     int32_t threads) {
-    int n = team(threads, rows * heads * dh, 1 << 15);
+    int n = team(threads, rows * heads * dh, 1 << 18);
     PARALLEL(n)
     for (int64_t t = 0; t < rows; t++) {
         float c[2 * MOST_PAIRS], s[2 * MOST_PAIRS], one[LANES], two[LANES];

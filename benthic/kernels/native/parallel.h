@@ -8,7 +8,8 @@
 #include <omp.h>
 #endif
 
-/* as many threads as give each at least `grain` units of work */
+/* As many threads as give each at least `grain` units of work. Grains are about 50 microseconds: a shorter piece gains
+ * little from a second core, and loses a scheduler's time slice whenever that core is busy with something else. */
 static inline int team(int threads, int64_t units, int64_t grain) {
     int64_t most = units / grain;
     if (most < 1) most = 1;

@@ -26,7 +26,7 @@ INLINE void round_group(const void *x, void *y, int64_t i, int wide, int format)
 
 /* x, y: `groups` runs of 32 values, bfloat16 or (wide) float32 */
 void benthic_roundtrip(const void *x, void *y, int64_t groups, int32_t wide, int32_t format, int32_t threads) {
-    int n = team(threads, groups, 4096);
+    int n = team(threads, groups, 8192);
     PARALLEL(n)
     for (int64_t g = 0; g < groups; g++) {
         if (wide) {
@@ -44,7 +44,7 @@ void benthic_roundtrip(const void *x, void *y, int64_t groups, int32_t wide, int
 /* codes: 32, 16 or 16 bytes a run of 32 values; scales: 1, 1 or 2 bytes */
 void benthic_quantise(const void *x, uint8_t *codes, uint8_t *scales, int64_t groups, int32_t wide, int32_t format,
                       int32_t threads) {
-    int n = team(threads, groups, 2048);
+    int n = team(threads, groups, 4096);
     PARALLEL(n)
     for (int64_t g = 0; g < groups; g++) {
         vf a = load_any(x, g * 32, wide), b = load_any(x, g * 32 + LANES, wide);
@@ -60,7 +60,7 @@ void benthic_quantise(const void *x, uint8_t *codes, uint8_t *scales, int64_t gr
 /* FP8 codes with one E8M0 scale per 32 -> bfloat16 or float32 */
 void benthic_dequantise_fp8(const uint8_t *codes, const uint8_t *scales, void *y, int64_t groups, int32_t wide,
                             int32_t threads) {
-    int n = team(threads, groups, 4096);
+    int n = team(threads, groups, 8192);
     PARALLEL(n)
     for (int64_t g = 0; g < groups; g++) {
         vf s = splat(value_e8m0(scales[g]));

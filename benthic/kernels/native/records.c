@@ -45,7 +45,7 @@ INLINE void locate(const uint8_t *pool, int64_t block_bytes, int64_t data_offset
 void benthic_write_records(uint8_t *pool, int64_t block_bytes, int64_t data_offset, int64_t scale_offset,
                            int64_t entries, int64_t channels, int32_t format, const int64_t *ids, const void *values,
                            int64_t rows, int64_t ldx, int32_t wide, int32_t threads) {
-    int n = team(threads, rows, 256);
+    int n = team(threads, rows, 512);
     PARALLEL(n)
     for (int64_t t = 0; t < rows; t++) {
         const uint8_t *data, *scales;
@@ -57,7 +57,7 @@ void benthic_write_records(uint8_t *pool, int64_t block_bytes, int64_t data_offs
 void benthic_read_records(const uint8_t *pool, int64_t block_bytes, int64_t data_offset, int64_t scale_offset,
                           int64_t entries, int64_t channels, int32_t format, const int64_t *ids, float *out,
                           int64_t rows, int32_t threads) {
-    int n = team(threads, rows, 256);
+    int n = team(threads, rows, 512);
     PARALLEL(n)
     for (int64_t t = 0; t < rows; t++) {
         bf16 row[1024];
