@@ -30,6 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     train.add_argument(
         "--reserve-seconds", type=float, default=45.0, help="of the limit, kept for evaluation and packing"
     )
+    train.add_argument(
+        "--pause",
+        action="store_true",
+        help="stop at the limit with the schedule unchanged, save, and end; the same command goes on from there",
+    )
     train.add_argument("--pack", type=Path, help="also write the checkpoint here at the end")
     train.add_argument(
         "--profile", type=Path, help="write where a step's time goes to this file, after everything else"
@@ -135,8 +140,11 @@ def _backbone(args: argparse.Namespace) -> int:
                 f"step {row['step']:.0f} loss {row['text']:.3f} needle {row['needle']:.2f} kl {row['index']:.2f} {rate}"
             )
 
-        last = loop.run(trainer, loader, args.out, deadline, report)
-        result: dict[str, Any] = {"seconds": time.monotonic() - begin, **last}
+        last, done = loop.run(trainer, loader, args.out, deadline, report, pause=args.pause)
+        result: dict[str, Any] = {"total_seconds": time.monotonic() - begin, **last}
+        if not done:
+            _show(result, args.json)
+            return 0
         result["parameters"] = sum(leaf.value.numel() for leaf in trainer.optimiser.leaves)
         if args.pack is not None:
             masters = trainer.optimiser.masters() | trainer.biases()

@@ -295,12 +295,21 @@ class Clock:
 
 
 def run(
-    trainer: Trainer, loader: RowLoader, out: Path, deadline: float, report: Report, *, save_seconds: float = 120.0
-) -> dict[str, float]:
+    trainer: Trainer,
+    loader: RowLoader,
+    out: Path,
+    deadline: float,
+    report: Report,
+    *,
+    pause: bool = False,
+    save_seconds: float = 120.0,
+) -> tuple[dict[str, float], bool]:
     """Train until the settings' time is spent or `deadline` (monotonic seconds) comes; resume from a state in `out`.
 
-    When the deadline cuts the time short, the schedule is cut too: its shares are of the time that there is.
-    report  called with each logged row. Returns the last one.
+    pause   False: a deadline that cuts the time short cuts the schedule too, its shares are of the time there is.
+            True: the schedule stands, and what the deadline leaves undone is for a later call with the same settings.
+    report  called with each logged row.
+    Returns the last row, empty when there was nothing left to train, and whether the schedule is done.
     """
     settings = trainer.settings
     out.mkdir(parents=True, exist_ok=True)
@@ -318,7 +327,8 @@ def run(
     trainer.warm_up(first, iter(phases))
     phase = phase_at(spent / settings.seconds, settings)
     trainer.enter(phase)
-    total = min(settings.seconds, spent + max(deadline - time.monotonic(), 1.0))
+    until = min(settings.seconds, spent + max(deadline - time.monotonic(), 1.0))
+    total = settings.seconds if pause else until
     clock, saved = Clock(spent), time.monotonic()
     tokens_a_step = settings.rows * settings.length
     pending: deque[tuple[dict[str, float], Tensor]] = deque()
@@ -340,7 +350,7 @@ def run(
                 last = row
                 report(row)
 
-        while (seconds := clock.seconds()) < total:
+        while (seconds := clock.seconds()) < until:
             share = seconds / total
             wanted = phase_at(share, settings)
             if wanted != phase:
@@ -366,7 +376,7 @@ def run(
                 file.flush()
         flush(keep=0)
     trainer.save(state_file, _extra(settings, clock, loader))
-    return last
+    return last, clock.seconds() >= total
 
 
 def _extra(settings: Settings, clock: Clock, loader: RowLoader) -> dict[str, Any]:
