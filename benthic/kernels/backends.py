@@ -40,6 +40,10 @@ TABLE: dict[str, dict[str, str]] = {  # op -> {device type: module path}
     "window_rows": {"cpu": _NATIVE + "kv_copy"},
     "sink_attention": {"cpu": _NATIVE + "attn_sparse"},
     "index_select": {"cpu": _NATIVE + "indexer"},
+    "hyper_read": {"cpu": _NATIVE + "fused"},
+    "attention_inputs": {"cpu": _NATIVE + "fused"},
+    "attention_output": {"cpu": _NATIVE + "fused"},
+    "moe": {"cpu": _NATIVE + "fused"},
 }
 
 _reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)

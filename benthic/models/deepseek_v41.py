@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from benthic.cache.spec import CacheSpec
 from benthic.cache.storage import Storage
 from benthic.errors import BadConfigKey
-from benthic.kernels import compress, engram, gemm, hyper, moe_experts, moe_gate, quant, rope, swiglu
+from benthic.kernels import compress, engram, fused, gemm, hyper, moe_experts, moe_gate, quant, rope, swiglu
 from benthic.models.base import Batch, LayerMemory, Memory, Selection
 from benthic.models.deepseek_v41_config import (
     LayerPlan,
@@ -78,6 +78,15 @@ class HyperConnection(nn.Module):
     def forward(self, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """s [T, S, D] -> how to read [T, S], how to write [T, S], how streams exchange [T, S, S]; all f32."""
         return hyper.hyper_mixes(s, self.fn, self.scale, self.base, self.eps, self.hc_eps, self.iterations)
+
+    def read(self, s: Tensor, pre: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Entry of a sublayer: its input [T, D], read by weights `pre` of the sublayer before, and its own weights."""
+        taken = fused.hyper_read(
+            s, pre, self.fn, self.scale, self.base, norm.weight, self.eps, self.hc_eps, self.iterations
+        )
+        if taken is not None:
+            return taken
+        return norm(hyper.hyper_collapse(s, pre)), *self(s)
 
     def load(self, source: TensorSource, name: str) -> None:
         for part in ("fn", "base", "scale"):
@@ -210,11 +219,7 @@ class Attention(nn.Module):
         self, h: Tensor, batch: Batch, kv: LayerMemory, shared: Selection | None
     ) -> tuple[Tensor, Selection | None]:
         """h [T, D] -> [T, D], and the selection that the following layers reuse."""
-        h8 = fp8_grid(h, self.numerics)
-        qa8 = fp8_grid(self.q_norm(self.wq_a(h8)), self.numerics)  # [T, Rq]
-        q = self.wq_b(qa8).unflatten(-1, (self.heads, self.width))  # [T, H, dh]
-        q = rope.rotate(q, batch.positions, self.freqs)
-        kw = self.window_row(h8, batch.positions)  # [T, dh]
+        q, qa8, kw = self.inputs(h, batch.positions)  # [T, H, dh], [T, Rq], [T, dh]
 
         if self.compressor is not None and self.indexer is not None:
             latent = self.compressor(h, kv)  # [G, dh]
@@ -224,11 +229,32 @@ class Attention(nn.Module):
             shared = kv.select(*self.indexer.query(h, qa8, batch.positions, self.freqs), shared)
 
         o = kv.attend(q, kw, shared if self.plan.ratio else None, self.attn_sink)  # [T, H, dh]
-        o = rope.rotate(o, batch.positions, self.freqs, inverse=True)
+        return self.output(o, batch.positions), shared
+
+    def inputs(self, h: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """h [T, D] -> queries [T, H, dh], what they come from [T, Rq], and the window row [T, dh]."""
+        if self.numerics.quantise:
+            weights = (self.wq_a.weight, self.q_norm.weight, self.wq_b.weight, self.wkv.weight, self.kv_norm.weight)
+            taken = fused.attention_inputs(h, positions, self.freqs, *weights, self.q_norm.eps)
+            if taken is not None:
+                return taken[0].unflatten(-1, (self.heads, self.width)), taken[1], taken[2]
+        h8 = fp8_grid(h, self.numerics)
+        qa8 = fp8_grid(self.q_norm(self.wq_a(h8)), self.numerics)  # [T, Rq]
+        q = self.wq_b(qa8).unflatten(-1, (self.heads, self.width))  # [T, H, dh]
+        return rope.rotate(q, positions, self.freqs), qa8, self.window_row(h8, positions)
+
+    def output(self, o: Tensor, positions: Tensor) -> Tensor:
+        """o [T, H, dh] -> [T, D]: turned back at the query's position, a projection a group of heads, one over all."""
+        if self.numerics.quantise:
+            weights, wo_a = (self.wo_a.weight, self.wo_b.weight), self.numerics.quantise_wo_a
+            taken = fused.attention_output(o, positions, self.freqs, *weights, self.groups, wo_a)
+            if taken is not None:
+                return taken
+        o = rope.rotate(o, positions, self.freqs, inverse=True)
         o = o.reshape(o.shape[0], self.groups, -1)  # [T, groups, H/groups dh]
         o = fp8_grid(o, self.numerics) if self.numerics.quantise_wo_a else o
         u = gemm.grouped_linear(o, self.wo_a.weight.unflatten(0, (self.groups, -1)))  # [T, groups, rank]
-        return self.wo_b(fp8_grid(u.flatten(1), self.numerics)), shared
+        return self.wo_b(fp8_grid(u.flatten(1), self.numerics))
 
     def window_row(self, h8: Tensor, positions: Tensor) -> Tensor:
         """h8 [T, D] on the FP8 grid -> [T, dh], key and value of a token inside the window, on the FP8 grid."""
@@ -272,6 +298,12 @@ class MoE(nn.Module):
         bias = self.bias
         if images is not None and self.bias_vl is not None:
             bias = torch.where(images[:, None], self.bias_vl, self.bias)  # [T, E]
+        if self.numerics.quantise:
+            router = (self.experts_per_token, self.normalise, self.routed_scale)
+            matrices = (self.w13, self.w2, self.shared_w13.weight, self.shared_w2.weight)
+            taken = fused.moe(h, self.gate.weight, bias, *matrices, *router, self.limit, self.numerics.round_hidden)
+            if taken is not None:
+                return taken
         ids, weights = moe_gate.route(
             h, self.gate.weight, bias, self.experts_per_token, self.normalise, self.routed_scale
         )  # [T, K] each
@@ -334,13 +366,11 @@ class Layer(nn.Module):
         self, s: Tensor, pre: Tensor, batch: Batch, kv: LayerMemory, shared: Selection | None
     ) -> tuple[Tensor, Tensor, Selection | None]:
         """s [T, S, D] the streams; pre [T, S] how this layer's attention reads them, from the sublayer before."""
-        next_pre, post, comb = self.hc_attn(s)
-        h = self.attn_norm(hyper.hyper_collapse(s, pre))  # [T, D]
+        h, next_pre, post, comb = self.hc_attn.read(s, pre, self.attn_norm)  # h [T, D]
         o, shared = self.attn(h, batch, kv, shared)  # [T, D]
         s, pre = hyper.hyper_expand(o, s, post, comb), next_pre  # [T, S, D], [T, S]
 
-        next_pre, post, comb = self.hc_ffn(s)
-        h = self.ffn_norm(hyper.hyper_collapse(s, pre))  # [T, D]
+        h, next_pre, post, comb = self.hc_ffn.read(s, pre, self.ffn_norm)  # h [T, D]
         o = self.ffn(h, batch.images)  # [T, D]
         return hyper.hyper_expand(o, s, post, comb), next_pre, shared
 

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 
 #include "dots.h"
+#include "ops.h"
 #include "parallel.h"
 
 #define TILE 64

@@ -4,6 +4,7 @@
 
 #include "dots.h"
 #include "parallel.h"
+#include "rows.h"
 
 #define MOST_STREAMS 8
 #define BLOCK 16 /* rows whose Sinkhorn steps run side by side, one a lane */
@@ -133,6 +134,27 @@ void benthic_hyper_collapse(const void *s, const float *pre, void *y, int64_t ro
         else if (streams == 4) collapse_row(s, pre, y, t, 4, d, 0);
         else collapse_row(s, pre, y, t, (int)streams, d, 0);
     }
+}
+
+/* entry of a sublayer: its weights, and what it reads by the weights of the sublayer before, normed */
+int32_t benthic_hyper_read(const void *s, const float *pre, const float *fn, const float *scale, const float *base,
+                           const float *weight, void *h, float *next_pre, float *post, float *comb, int64_t rows,
+                           int64_t streams, int64_t d, float norm_eps, float hc_eps, int32_t iters, int32_t wide,
+                           int32_t threads) {
+    int n = team(threads, rows * streams * d, 1 << 18);
+    PARALLEL(n)
+    for (int64_t t = 0; t < rows; t++) {
+        if (wide) {
+            collapse_row(s, pre, h, t, (int)streams, d, 1);
+            norm_row(h, weight, h, t * d, t * d, d, norm_eps, 1);
+        } else {
+            if (streams == 4) collapse_row(s, pre, h, t, 4, d, 0);
+            else collapse_row(s, pre, h, t, (int)streams, d, 0);
+            norm_row(h, weight, h, t * d, t * d, d, norm_eps, 0);
+        }
+    }
+    return benthic_hyper_mixes(s, fn, scale, base, next_pre, post, comb, rows, streams, d, norm_eps, hc_eps, iters,
+                               wide, threads);
 }
 
 INLINE void expand_row(const void *out, const void *s, const float *post, const float *comb, void *y, int64_t t,

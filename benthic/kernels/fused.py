@@ -1,0 +1,92 @@
+"""Runs of ops under one name, for a backend that gains by taking them together: on a CPU a call costs as much as the
+arithmetic of one token.
+
+Each function returns None where nothing serves it. The caller then takes the steps one by one, and those steps are the
+reference: the result has the same bits as the same backend's single ops. They serve the quantised profiles only.
+"""
+
+from torch import Tensor
+
+from benthic.kernels import backends
+
+
+def hyper_read(
+    s: Tensor,
+    pre: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    weight: Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """Entry of a sublayer: `hyper_mixes`, and `rms_norm` of `hyper_collapse` by the weights of the sublayer before.
+
+    s, pre    [T, S, D], [T, S]: the streams, and how they are read.
+    others    as `hyper_mixes`; weight [D] f32 of the norm, whose eps is norm_eps too.
+    returns   h [T, D], next_pre [T, S], post [T, S], comb [T, S, S].
+    """
+    run = backends.pick("hyper_read", s, pre, fn, scale, base, weight)
+    return None if run is None else run(s, pre, fn, scale, base, weight, norm_eps, hc_eps, iters)
+
+
+def attention_inputs(
+    h: Tensor,
+    positions: Tensor,
+    freqs: Tensor,
+    wq_a: Tensor,
+    q_norm: Tensor,
+    wq_b: Tensor,
+    wkv: Tensor,
+    kv_norm: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """What attention needs of its input. Section 2.5; every input of a product goes onto the FP8 grid.
+
+    h                [T, D] bf16; positions [T] int64; freqs [dr/2] f32.
+    wq_a, wq_b, wkv  [R, D], [H*dh, R], [dh, D] bf16; q_norm [R], kv_norm [dh] f32.
+    returns          q [T, H*dh] rotated head by head; qa [T, R] on the FP8 grid; kw [T, dh] rotated, on the FP8 grid.
+    """
+    run = backends.pick("attention_inputs", h, freqs, wq_a, q_norm, wq_b, wkv, kv_norm)
+    return None if run is None else run(h, positions, freqs, wq_a, q_norm, wq_b, wkv, kv_norm, eps)
+
+
+def attention_output(
+    o: Tensor, positions: Tensor, freqs: Tensor, wo_a: Tensor, wo_b: Tensor, groups: int, quantise_wo_a: bool
+) -> Tensor | None:
+    """From what the heads found to the sublayer's result: turned back, grouped projection, output projection.
+
+    o        [T, H, dh] bf16.
+    wo_a     [G*R, H*dh/G], group after group; wo_b [D, G*R]; bf16.
+    returns  [T, D].
+    """
+    run = backends.pick("attention_output", o, freqs, wo_a, wo_b)
+    return None if run is None else run(o, positions, freqs, wo_a, wo_b, groups, quantise_wo_a)
+
+
+def moe(
+    h: Tensor,
+    gate: Tensor,
+    bias: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    shared_w13: Tensor,
+    shared_w2: Tensor,
+    k: int,
+    normalise: bool,
+    scale: float,
+    limit: float,
+    round_hidden: bool,
+) -> Tensor | None:
+    """A whole mixture-of-experts sublayer: router, routed experts, shared expert, their sum. Section 2.12.
+
+    h                      [T, D] bf16; gate [E, D] f32; bias [E] or [T, E] f32.
+    w13, w2                [E, 2*I, D], [E, D, I]; shared_w13, shared_w2 [2*I, D], [D, I]; bf16.
+    k, normalise, scale    as `route`; limit, round_hidden as `experts`.
+    returns                [T, D].
+    """
+    run = backends.pick("moe", h, gate, bias, w13, w2, shared_w13, shared_w2)
+    if run is None:
+        return None
+    return run(h, gate, bias, w13, w2, shared_w13, shared_w2, k, normalise, scale, limit, round_hidden)
