@@ -21,7 +21,7 @@ check: $(VENV)/.dev
 	$(BIN)/python docs/generate.py --check
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -m "$(QUICK)"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 8 --dist loadfile -m "$(QUICK)"
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -m "slow and not gpu and not multigpu and not oracles"
