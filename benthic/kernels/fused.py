@@ -5,9 +5,30 @@ Each function returns None where nothing serves it. The caller then takes the st
 reference: the result has the same bits as the same backend's single ops. They serve the quantised profiles only.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
 from torch import Tensor
 
 from benthic.kernels import backends
+
+_apart: ContextVar[bool] = ContextVar("apart", default=False)
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Inside this block nothing is taken together: each op is called by itself, for whoever watches or replaces one."""
+    token = _apart.set(True)
+    try:
+        yield
+    finally:
+        _apart.reset(token)
+
+
+def _pick(op: str, *tensors: Tensor) -> Callable[..., Any] | None:
+    return None if _apart.get() else backends.pick(op, *tensors)
 
 
 def hyper_read(
@@ -27,7 +48,7 @@ def hyper_read(
     others    as `hyper_mixes`; weight [D] f32 of the norm, whose eps is norm_eps too.
     returns   h [T, D], next_pre [T, S], post [T, S], comb [T, S, S].
     """
-    run = backends.pick("hyper_read", s, pre, fn, scale, base, weight)
+    run = _pick("hyper_read", s, pre, fn, scale, base, weight)
     return None if run is None else run(s, pre, fn, scale, base, weight, norm_eps, hc_eps, iters)
 
 
@@ -48,7 +69,7 @@ def attention_inputs(
     wq_a, wq_b, wkv  [R, D], [H*dh, R], [dh, D] bf16; q_norm [R], kv_norm [dh] f32.
     returns          q [T, H*dh] rotated head by head; qa [T, R] on the FP8 grid; kw [T, dh] rotated, on the FP8 grid.
     """
-    run = backends.pick("attention_inputs", h, freqs, wq_a, q_norm, wq_b, wkv, kv_norm)
+    run = _pick("attention_inputs", h, freqs, wq_a, q_norm, wq_b, wkv, kv_norm)
     return None if run is None else run(h, positions, freqs, wq_a, q_norm, wq_b, wkv, kv_norm, eps)
 
 
@@ -61,7 +82,7 @@ def attention_output(
     wo_a     [G*R, H*dh/G], group after group; wo_b [D, G*R]; bf16.
     returns  [T, D].
     """
-    run = backends.pick("attention_output", o, freqs, wo_a, wo_b)
+    run = _pick("attention_output", o, freqs, wo_a, wo_b)
     return None if run is None else run(o, positions, freqs, wo_a, wo_b, groups, quantise_wo_a)
 
 
@@ -86,7 +107,7 @@ def moe(
     k, normalise, scale    as `route`; limit, round_hidden as `experts`.
     returns                [T, D].
     """
-    run = backends.pick("moe", h, gate, bias, w13, w2, shared_w13, shared_w2)
+    run = _pick("moe", h, gate, bias, w13, w2, shared_w13, shared_w2)
     if run is None:
         return None
     return run(h, gate, bias, w13, w2, shared_w13, shared_w2, k, normalise, scale, limit, round_hidden)

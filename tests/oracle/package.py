@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benthic.cache.spec import Part
 from benthic.cache.storage import Storage
-from benthic.kernels import engram, hyper, kv_copy, moe_gate
+from benthic.kernels import engram, fused, hyper, kv_copy, moe_gate
 from benthic.models.base import Batch
 from benthic.models.deepseek_v41 import DeepseekV41
 from benthic.models.deepseek_v41_config import ModelConfig, cache_spec, layer_plan
@@ -230,7 +230,7 @@ def recording(package: Package) -> Iterator[Recorder]:
             r.add("reads", selection.entries)
         assert memory.plan.index == r.layer
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, fused.apart():
         wrap(patch, hyper, "hyper_collapse", lambda a, out: r.add("collapse", a[0], a[1], out))
         wrap(patch, hyper, "hyper_expand", lambda a, out: r.add("expand", *a, out))
         wrap(patch, moe_gate, "route", lambda a, out: r.add("route", a[0], *out))

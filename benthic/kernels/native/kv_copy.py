@@ -4,6 +4,7 @@ Bytes written are those of the quantisers; rows read are exactly the stored valu
 """
 
 import ctypes
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -18,7 +19,7 @@ _write_records = build.function("benthic_write_records", "plllllippllii")
 _read_records = build.function("benthic_read_records", "plllllippli")
 _ring_write = build.function("benthic_ring_write", "pllppplli")
 _read_ring = build.function("benthic_read_ring", "pllpppli")
-_window_rows = build.function("benthic_window_rows", "pllplpllp")
+_window_rows = build.function("benthic_window_rows", "pllplpllppl")
 
 
 def _fits(channels: int, form: str) -> bool:
@@ -113,15 +114,13 @@ def read_ring(ring: plain.Ring, slots: Tensor, positions: Tensor) -> Tensor:
 def window_rows(
     ring: plain.Ring, kw: Tensor, slots: tuple[int, ...], firsts: tuple[int, ...], starts: tuple[int, ...], window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    plan = plain.window_plan(slots, firsts, starts, window, kw.device)
-    if kw.dtype is not build.BF16 or not _ring_fits(ring) or not kw.shape[0]:
+    if kw.dtype is not build.BF16 or not _ring_fits(ring):
         return plain.window_rows_reference(ring, kw, slots, firsts, starts, window)
-    if not plan.slots.shape[0]:
-        return kw, plan.begin, plan.count
+    chunks, history = _geometry(slots, firsts, starts, window)
     kw = build.rows_of(kw)
-    out = torch.empty((plan.slots.shape[0] + kw.shape[0], ring.channels), dtype=kw.dtype)
-    flat = [x for c, (start, end) in enumerate(pairwise(starts)) for x in (slots[c], firsts[c], start, end - start)]
-    chunks = (ctypes.c_int64 * len(flat))(*flat)
+    total = kw.shape[0]
+    out = kw if not history else torch.empty((history + total, ring.channels), dtype=kw.dtype)
+    reach = torch.empty((2, total), dtype=torch.int64)  # begin, count
     _window_rows(
         ring.bytes.data_ptr(),
         ring.bytes.shape[1],
@@ -131,6 +130,17 @@ def window_rows(
         ctypes.addressof(chunks),
         len(slots),
         window,
-        out.data_ptr(),
+        out.data_ptr() if history else None,
+        reach.data_ptr(),
+        total,
     )
-    return out, plan.begin, plan.count
+    return out, reach[0], reach[1]
+
+
+@lru_cache(maxsize=8)
+def _geometry(
+    slots: tuple[int, ...], firsts: tuple[int, ...], starts: tuple[int, ...], window: int
+) -> tuple[ctypes.Array[ctypes.c_int64], int]:
+    """(slot, first position, first row, rows) of each chunk, and how many stored rows all windows reach back to."""
+    flat = [x for c, (start, end) in enumerate(pairwise(starts)) for x in (slots[c], firsts[c], start, end - start)]
+    return (ctypes.c_int64 * len(flat))(*flat), sum(min(first, window - 1) for first in firsts)

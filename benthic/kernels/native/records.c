@@ -97,18 +97,24 @@ void benthic_read_ring(const uint8_t *ring, int64_t length, int64_t channels, co
 }
 
 /* chunk after chunk: stored rows of positions max(0, first-window+1) .. first-1, then the chunk's own rows.
- * chunks [C, 4]: slot, first position, first row, rows; kw and out bfloat16; begin, count [T] */
+ * chunks [C, 4]: slot, first position, first row, rows; kw and out bfloat16, out NULL: no chunk has stored rows, so the
+ * result is kw; reach [2, total]: where each row's window begins in out, and how many rows it has */
 void benthic_window_rows(const uint8_t *ring, int64_t length, int64_t channels, const bf16 *kw, int64_t ldx,
-                         const int64_t *chunks, int64_t num_chunks, int64_t window, bf16 *out) {
+                         const int64_t *chunks, int64_t num_chunks, int64_t window, bf16 *out, int64_t *reach,
+                         int64_t total) {
     int64_t record = channels + channels / 32, at = 0;
     for (int64_t c = 0; c < num_chunks; c++) {
         int64_t slot = chunks[4 * c], first = chunks[4 * c + 1], row = chunks[4 * c + 2], rows = chunks[4 * c + 3];
-        int64_t p = first - window + 1 > 0 ? first - window + 1 : 0;
-        for (; p < first; p++, at++) {
+        int64_t oldest = first - window + 1 > 0 ? first - window + 1 : 0, base = at;
+        for (int64_t p = oldest; p < first; p++, at++) {
             const uint8_t *from = ring + (slot * length + p % length) * record;
             unpack_fp8(from, from + channels, out + at * channels, channels);
         }
-        for (int64_t t = row; t < row + rows; t++, at++)
-            memcpy(out + at * channels, kw + t * ldx, (size_t)channels * 2);
+        for (int64_t t = 0; t < rows; t++, at++) {
+            int64_t p = first + t, begin = p - window + 1 > 0 ? p - window + 1 : 0;
+            if (out) memcpy(out + at * channels, kw + (row + t) * ldx, (size_t)channels * 2);
+            reach[row + t] = base + begin - oldest;
+            reach[total + row + t] = p - begin + 1;
+        }
     }
 }
