@@ -102,7 +102,7 @@ def moe(
 ) -> Tensor | None:
     """A whole mixture-of-experts sublayer: router, routed experts, shared expert, their sum. Section 2.12.
 
-    h                      [T, D] bf16; gate [E, D] f32; bias [E] or [T, E] f32.
+    h                      [T, D] bf16; gate [E, D] bf16 or f32; bias [E] or [T, E] f32.
     w13, w2                [E, 2*I, D], [E, D, I]; shared_w13, shared_w2 [2*I, D], [D, I]; bf16.
     k, normalise, scale    as `route`; limit, round_hidden as `experts`.
     returns                [T, D].

@@ -62,20 +62,22 @@ def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
 class Linear(nn.Module):
     """x @ weight^T, float32 accumulation, one rounding.
 
-    wide  operands and result in float32: mixing matrices, compressor inputs, router and head, which the model
-          computes in float32 from bfloat16 operands.
+    wide  the result stays in float32: compressor inputs, router and head, which the model computes in float32 from
+          bfloat16 operands. Until weights are loaded they are float32, for whoever trains them.
     """
 
     def __init__(self, inputs: int, outputs: int, store: Store, numerics: Numerics, *, wide: bool = False):
         super().__init__()
         self.store: Store = store
         self.wide = wide
-        self.weight = parameter(outputs, inputs, dtype=torch.float32 if wide else activation_dtype(numerics))
+        self.dtype = activation_dtype(numerics)
+        self.weight = parameter(outputs, inputs, dtype=torch.float32 if wide else self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return gemm.linear(x, self.weight, out_dtype=torch.float32 if self.wide else None)
 
     def load(self, source: TensorSource, name: str) -> None:
+        self.weight.data = self.weight.data.to(self.dtype)  # holds what is in the file, in half the bytes of float32
         self.weight.data.copy_(read_weight(source, name, self.store))
 
 

@@ -52,13 +52,24 @@ INLINE void blocks_to_rows(vf *a) {
     a[3] = shuffle2(ab1, cd1, (vi){8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31});
 }
 
+INLINE void store_one(void *p, int64_t i, float x, int wide) {
+    if (wide) ((float *)p)[i] = x;
+    else ((bf16 *)p)[i] = to_bf(x);
+}
+
 #define CHUNK_ELEMENTS 16384 /* weights that stay in the first cache while all rows pass */
 
-/* rows 0 .. rows-1 times weight rows n0 .. n1-1 (at least 16); out[r * ldo + n] float32 (wide_out) or bfloat16. A last
+/* rows 0 .. rows-1 times weight rows n0 .. n1-1; out[r * ldo + n] float32 (wide_out) or bfloat16. A last
  * partial block of 16 columns steps back and computes a few twice, to the same bits. */
 #define BAND(NAME, TYPE, DOTS)                                                                                         \
     INLINE void NAME(const TYPE *x, int64_t ldx, int64_t rows, const TYPE *w, int64_t k, int64_t n0, int64_t n1,       \
                      void *out, int64_t ldo, int wide_out) {                                                           \
+        if (n1 - n0 < 16) {                                                                                            \
+            for (int64_t t = 0; t < rows; t++)                                                                         \
+                for (int64_t n = n0; n < n1; n++)                                                                      \
+                    store_one(out, t * ldo + n, DOTS(x + t * ldx, ldx, w + n * k, k, k, 1, 1)[0], wide_out);           \
+            return;                                                                                                    \
+        }                                                                                                              \
         int64_t chunk = CHUNK_ELEMENTS / k / 16 * 16;                                                                  \
         if (chunk < 16) chunk = 16;                                                                                    \
         for (int64_t c0 = n0; c0 < n1; c0 += chunk) {                                                                  \

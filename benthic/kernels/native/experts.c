@@ -161,9 +161,9 @@ int32_t benthic_experts(const bf16 *x, const int64_t *ids, const float *weights,
 }
 
 /* All of a mixture-of-experts sublayer: router, routed experts, shared expert, their sum.
- * h, y [T, D] bfloat16; gate [E, D] f32, E >= 16; bias [E] (stride 0) or [T, E]; shared_w13 [2*I, D], shared_w2 [D, I].
+ * h, y [T, D] bfloat16; gate [E, D] f32 (gate_wide) or bfloat16; bias [E] (stride 0) or [T, E]; shared_w13 [2*I, D], shared_w2 [D, I].
  * Returns 0, or 1 without memory. */
-int32_t benthic_moe(const bf16 *h, const float *gate, const float *bias, int64_t bias_stride, const bf16 *w13,
+int32_t benthic_moe(const bf16 *h, int32_t gate_wide, const void *gate, const float *bias, int64_t bias_stride, const bf16 *w13,
                     const bf16 *w2, const bf16 *shared_w13, const bf16 *shared_w2, bf16 *y, int64_t rows, int64_t k,
                     int64_t experts, int64_t d, int64_t inner, int32_t normalise, float scale, float limit,
                     int32_t quantise, int32_t round_hidden, int32_t threads) {
@@ -176,7 +176,9 @@ int32_t benthic_moe(const bf16 *h, const float *gate, const float *bias, int64_t
         return 1;
     }
     float *weights = scores + rows * experts;
-    int code = benthic_linear_f32(h, 0, rows, d, experts, d, gate, scores, 1, threads);
+    int code = 0;
+    if (gate_wide) code = benthic_linear_f32(h, 0, rows, d, experts, d, gate, scores, 1, threads);
+    else benthic_linear_bf16(h, rows, 1, d, experts, d, 0, gate, scores, experts, 0, 1, threads);
     int n = team(threads, rows * (experts * 8 + d), 1 << 16);
     PARALLEL(n)
     for (int64_t t = 0; t < (code ? 0 : rows); t++) {

@@ -10,7 +10,7 @@ from benthic.kernels.native.build import available as available
 _hyper_read = build.function("benthic_hyper_read", "pppppppppp" + "lllffiii", build.INT)
 _inputs = build.function("benthic_attention_inputs", "ppppppppppp" + "llllllfi", build.INT)
 _output = build.function("benthic_attention_output", "pppppp" + "lllllllii", build.INT)
-_moe = build.function("benthic_moe", "ppplppppp" + "lllll" + "iff" + "iii", build.INT)
+_moe = build.function("benthic_moe", "pipplpppppllllliffiii", build.INT)
 
 
 def hyper_read(
@@ -157,15 +157,16 @@ def moe(
 ) -> Tensor | None:
     rows, width = h.shape
     experts, inner = gate.shape[0], w2.shape[2]
-    if experts < 16 or width % 32 or inner % 32 or shared_w13.shape[0] != 2 * inner:
+    if width % 32 or inner % 32 or shared_w13.shape[0] != 2 * inner:
         return None
     if not (_bf16(h) and _bf16(w13) and _bf16(w2) and _bf16(shared_w13) and _bf16(shared_w2)):
         return None
-    if not (_f32(gate) and _f32(bias)):
+    if not ((_f32(gate) or _bf16(gate)) and _f32(bias)):
         return None
     y = torch.empty((rows, width), dtype=h.dtype)
     code = _moe(
         h.data_ptr(),
+        int(gate.dtype is torch.float32),
         gate.data_ptr(),
         bias.data_ptr(),
         0 if bias.ndim == 1 else experts,

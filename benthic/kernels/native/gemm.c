@@ -1,5 +1,4 @@
-/* Matrix products x @ w^T with float32 accumulation and one rounding. Source: model specification, section 6.2.
- * N must be at least 16. */
+/* Matrix products x @ w^T with float32 accumulation and one rounding. Source: model specification, section 6.2. */
 #include <stdlib.h>
 
 #include "dots.h"

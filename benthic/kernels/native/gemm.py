@@ -1,6 +1,6 @@
 """C version of `kernels/gemm.py`; the contract is there. A row has the same bits in any batch.
 
-Products of fewer than 16 columns, or of widths that fill no vector, take the reference.
+Widths that fill no vector take the reference.
 """
 
 import torch
@@ -19,8 +19,7 @@ def linear(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) -> T
     n, k = weight.shape
     small = weight.dtype is build.BF16 and x.dtype is build.BF16
     if (
-        n < 16
-        or k % (32 if small else 16)
+        k % (32 if small else 16)
         or not (small or weight.dtype is build.F32)
         or build.wide(x) is None
         or out_dtype not in (build.BF16, build.F32)
@@ -49,7 +48,7 @@ def linear(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) -> T
 
 def grouped_linear(x: Tensor, weight: Tensor) -> Tensor:
     groups, n, k = weight.shape
-    if x.dtype is not build.BF16 or weight.dtype is not build.BF16 or n < 16 or k % 32 or not weight.is_contiguous():
+    if x.dtype is not build.BF16 or weight.dtype is not build.BF16 or k % 32 or not weight.is_contiguous():
         return plain.grouped_linear_reference(x, weight)
     if x.stride(2) != 1:
         x = x.contiguous()
