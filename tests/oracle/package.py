@@ -168,7 +168,7 @@ def as_array(x: Any) -> Array:
 
 @contextmanager
 def recording(package: Package) -> Iterator[Recorder]:
-    """Record every block of the model's steps inside this block."""
+    """Record every block of the model's steps inside this block; runs of blocks are taken apart for it."""
     r = Recorder()
     handles: list[Any] = []
 

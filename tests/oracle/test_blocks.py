@@ -22,7 +22,7 @@ from benthic.kernels import engram, hyper
 from tests.oracle.blocks import KINDS, Pair, check, check_wiring, pairs, selections, ulp
 from tests.oracle.conftest import tokens
 from tests.oracle.package import Package, Recorder, recording
-from tests.oracle.slow_v41 import SlowModel, collapse
+from tests.oracle.slow_v41 import Array, SlowModel, collapse
 
 RUNS = {"tiny": (140, [67, 60, 1, 12]), "tiny_512": (46, [19, 20, 1, 3])}
 
@@ -33,6 +33,8 @@ class Recorded:
     recorder: Recorder
     slow: SlowModel
     by_block: dict[str, list[Pair]]
+    logits: Array
+    splits: list[int]
 
 
 @pytest.fixture(
@@ -43,11 +45,11 @@ def recorded(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) 
     count, splits = RUNS[name]
     package, slow = Package(checkpoint(name), profile), SlowModel(checkpoint(name), profile)
     with recording(package) as recorder:
-        package.run(tokens(count), splits)
+        logits = package.run(tokens(count), splits)
     by_block: dict[str, list[Pair]] = defaultdict(list)
     for pair in pairs(package, recorder, slow):
         by_block[pair.block].append(pair)
-    return Recorded(package, recorder, slow, by_block)
+    return Recorded(package, recorder, slow, by_block, logits, splits)
 
 
 @pytest.mark.parametrize("block", KINDS)
@@ -60,6 +62,13 @@ def test_block(block: str, recorded: Recorded) -> None:
 
 def test_every_block_has_a_bound(recorded: Recorded) -> None:
     assert set(recorded.by_block) == set(KINDS)
+
+
+def test_runs_of_blocks(recorded: Recorded) -> None:
+    """Blocks that a backend takes together give the bits of the blocks one by one, which are those compared above."""
+    package = Package(recorded.slow.folder.path, recorded.package.numerics.name)
+    got = package.run(recorded.package.ids, recorded.splits)
+    assert (got == recorded.logits).all()
 
 
 def test_selections(recorded: Recorded) -> None:

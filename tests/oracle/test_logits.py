@@ -157,6 +157,19 @@ def test_draft_block(
     assert np.abs(got.confidence[0].double().sigmoid().numpy() - want_confidence).max() <= 1e-5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("profile", ["reference", "production"])
+@pytest.mark.parametrize("name", ["tiny", "tiny_512"])
+def test_quantised_end_to_end(name: str, profile: str, checkpoint: Callable[[str], Path]) -> None:
+    """Quantisers on, no choices: rounding over random weights is chaotic, so only the direction is bound (6.4)."""
+    slow = run_slow(SlowModel(checkpoint(name), profile, SMOOTH), tokens(90))
+    got = Package(checkpoint(name), profile, SMOOTH).run(slow.ids, [57, 1, 32])
+    size = np.linalg.norm(got, axis=1) * np.linalg.norm(slow.logits, axis=1)
+    cosine = (got * slow.logits).sum(1) / size
+    assert cosine.min() >= 0.985
+    assert np.median(cosine) >= 0.995
+
+
 def test_near_tie_is_named(checkpoint: Callable[[str], Path]) -> None:
     """A tie that is there is noted, with its place; the comparison's failure names it."""
     folder = checkpoint("tiny")
