@@ -55,8 +55,10 @@ def _cpuinfo(key: str) -> list[str]:
 
 def slug(machine: dict[str, Any]) -> str:
     """A folder name for this hardware, as in "amd-epyc-2-cores"."""
-    name = machine["gpu"] or f"{machine['cpu']} {machine['cores']} cores"
-    name = re.sub(r"\(.*?\)|@.*|cpu|processor", " ", name, flags=re.IGNORECASE)
+    name = machine["gpu"] or machine["cpu"]
+    name = re.sub(r"\(.*?\)|@.*|\b(cpu|processor)\b", " ", name, flags=re.IGNORECASE)
+    if machine["gpu"] is None:
+        name += f" {machine['cores']} cores"
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
