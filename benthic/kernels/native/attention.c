@@ -75,7 +75,7 @@ INLINE void add_group(Room *room, const bf16 **keys, int count, int heads, int64
     int64_t ld = dh / LANES;
     if (started) { /* earlier groups against the new maximum */
         float by[LANES];
-        vf shrink = exp_v(*peak - top);
+        vf shrink = exp_down(*peak - top);
         *total *= shrink;
         store_f(by, shrink);
         for (int h = 0; h < heads; h++)
@@ -88,20 +88,25 @@ INLINE void add_group(Room *room, const bf16 **keys, int count, int heads, int64
     int pairs = (count + 1) / 2;
     vf sum = zeros();
     for (int r = 0; r < pairs; r++) {
-        vf a = exp_v(room->scores[2 * r] - top), b = zeros();
+        vf a = exp_down(room->scores[2 * r] - top), b = zeros();
         sum += a;
         if (2 * r + 1 < count) {
-            b = exp_v(room->scores[2 * r + 1] - top);
+            b = exp_down(room->scores[2 * r + 1] - top);
             sum += b;
         }
-        vf a1 = round_bf_v(a), b1 = round_bf_v(b);
-        room->high[r] = pair_exact(a1, b1);
-        if (!round_probs) room->low[r] = pair_bf(a - a1, b - b1);
+        vh a1 = narrow_bf(a), b1 = narrow_bf(b);
+        room->high[r] = pair_up(a1, b1);
+        if (!round_probs) room->low[r] = pair_up(narrow_bf(a - widen_bf(a1)), narrow_bf(b - widen_bf(b1)));
     }
     *total += sum;
     for (int r = 0; r < pairs; r++) {
         const bf16 *a = keys[2 * r], *b = 2 * r + 1 < count ? keys[2 * r + 1] : room->nothing;
-        for (int64_t j = 0; j < dh; j += LANES) room->values[r * ld + j / LANES] = pair_exact(load_bf(a + j), load_bf(b + j));
+        for (int64_t j = 0; j < dh; j += LANES) {
+            vh x, y;
+            memcpy(&x, a + j, sizeof x);
+            memcpy(&y, b + j, sizeof y);
+            room->values[r * ld + j / LANES] = pair_up(x, y);
+        }
     }
     for (int h = 0; h < heads; h += 4)
         for (int64_t v = 0; v < ld; v += 4) {

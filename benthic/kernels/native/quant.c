@@ -20,8 +20,13 @@ INLINE void round_group(const void *x, void *y, int64_t i, int wide, int format)
         a = on_e2m1_by(a, s) * splat(s);
         b = on_e2m1_by(b, t) * splat(t);
     }
-    store_any(y, i, a, wide);
-    store_any(y, i + LANES, b, wide);
+    if (wide) {
+        store_f((float *)y + i, a);
+        store_f((float *)y + i + LANES, b);
+    } else {
+        store_bf_exact((bf16 *)y + i, a);
+        store_bf_exact((bf16 *)y + i + LANES, b);
+    }
 }
 
 /* x, y: `groups` runs of 32 values, bfloat16 or (wide) float32 */
@@ -64,7 +69,13 @@ void benthic_dequantise_fp8(const uint8_t *codes, const uint8_t *scales, void *y
     PARALLEL(n)
     for (int64_t g = 0; g < groups; g++) {
         vf s = splat(value_e8m0(scales[g]));
-        store_any(y, g * 32, value_e4m3(widen_bytes(codes + g * 32)) * s, wide);
-        store_any(y, g * 32 + LANES, value_e4m3(widen_bytes(codes + g * 32 + LANES)) * s, wide);
+        vf a = value_e4m3(widen_bytes(codes + g * 32)) * s, b = value_e4m3(widen_bytes(codes + g * 32 + LANES)) * s;
+        if (wide) {
+            store_f((float *)y + g * 32, a);
+            store_f((float *)y + g * 32 + LANES, b);
+        } else {
+            store_bf_exact((bf16 *)y + g * 32, a);
+            store_bf_exact((bf16 *)y + g * 32 + LANES, b);
+        }
     }
 }

@@ -22,8 +22,8 @@ INLINE void grid_row(const bf16 *x, bf16 *y, int64_t channels) {
     for (int64_t j = 0; j < channels; j += 2 * LANES) {
         vf a = load_bf(x + j), b = load_bf(x + j + LANES);
         Power p = power_fp8(a, b);
-        store_bf(y + j, on_e4m3(a, p) * splat(p.scale));
-        store_bf(y + j + LANES, on_e4m3(b, p) * splat(p.scale));
+        store_bf_exact(y + j, on_e4m3(a, p) * splat(p.scale));
+        store_bf_exact(y + j + LANES, on_e4m3(b, p) * splat(p.scale));
     }
 }
 

@@ -1,8 +1,9 @@
 /* Sixteen float lanes, bfloat16 pairs and rounding, for the native CPU kernels.
  *
  * Written with compiler vector extensions, so that any machine gcc or clang knows can run it; AVX-512 instructions are
- * used where the compiler would not find them. Every function here gives the same bits whatever the instruction set,
- * except `dot_pairs`, whose rounding of a sum of two products belongs to the machine.
+ * used where the compiler would not find them. Every function here gives the same bits whatever the instruction set, but
+ * for two things that belong to the machine: how `dot_pairs` rounds a sum of two products, and whether rounding to
+ * bfloat16 keeps numbers below 2^-126 or makes them zero.
  */
 #ifndef BENTHIC_SIMD_H
 #define BENTHIC_SIMD_H
@@ -83,20 +84,25 @@ INLINE bf16 to_bf(float x) {
 }
 INLINE float round_bf(float x) { return from_bf(to_bf(x)); }
 
-INLINE vu round_bits(vf x) {
+/* 16 floats rounded, as bfloat16 */
+INLINE vh narrow_bf(vf x) {
+#ifdef PAIRS_X86
+    return (vh)_mm512_cvtneps_pbh((__m512)x);
+#else
     vu u = as_u(x);
-    vu r = (u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u;
-    vi nan = x != x;
-    return pick_u(nan, (u & 0xffff0000u) | 0x400000u, r);
+    vu r = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    return __builtin_convertvector(pick_u(x != x, (u >> 16) | 0x40u, r), vh);
+#endif
 }
-INLINE vf round_bf_v(vf x) { return as_f(round_bits(x)); }
+INLINE vf widen_bf(vh x) { return as_f(__builtin_convertvector(x, vu) << 16); }
+INLINE vf round_bf_v(vf x) { return widen_bf(narrow_bf(x)); }
 INLINE vf load_bf(const bf16 *p) {
     vh x;
     memcpy(&x, p, sizeof x);
-    return as_f(__builtin_convertvector(x, vu) << 16);
+    return widen_bf(x);
 }
 INLINE void store_bf(bf16 *p, vf x) {
-    vh h = __builtin_convertvector(round_bits(x) >> 16, vh);
+    vh h = narrow_bf(x);
     memcpy(p, &h, sizeof h);
 }
 /* the value is on the bfloat16 grid already */
@@ -104,8 +110,8 @@ INLINE void store_bf_exact(bf16 *p, vf x) {
     vh h = __builtin_convertvector(as_u(x) >> 16, vh);
     memcpy(p, &h, sizeof h);
 }
-/* low halves from a, high halves from b: 16 pairs (a, b), each rounded to bfloat16 */
-INLINE vu pair_bf(vf a, vf b) { return (round_bits(a) >> 16) | round_bits(b); }
+/* 16 pairs: the low half from a, the high half from b */
+INLINE vu pair_up(vh a, vh b) { return __builtin_convertvector(a, vu) | (__builtin_convertvector(b, vu) << 16); }
 
 /* acc + a.low * b.low + a.high * b.high, 16 lanes of bfloat16 pairs */
 INLINE vf dot_pairs(vf acc, vu a, vu b) {
@@ -195,6 +201,23 @@ INLINE vf exp_v(vf x) {
     p = pick(x < splat(-87.3f), zeros(), p);
     p = pick(x > splat(88.7f), splat(INFINITY), p);
     return pick(x != x, x, p);
+}
+/* the same for x <= 0, or NaN */
+INLINE vf exp_down(vf x) {
+    vf safe = at_least(x, splat(-87.3f));
+    vf n = (safe * splat(1.44269504f) + splat(12582912.0f)) - splat(12582912.0f);
+    vf r = fma_f(n, splat(-0.693359375f), safe);
+    r = fma_f(n, splat(2.12194440e-4f), r);
+    vf p = splat(1.9875691500e-4f);
+    p = fma_f(p, r, splat(1.3981999507e-3f));
+    p = fma_f(p, r, splat(8.3334519073e-3f));
+    p = fma_f(p, r, splat(4.1665795894e-2f));
+    p = fma_f(p, r, splat(1.6666665459e-1f));
+    p = fma_f(p, r, splat(5.0000001201e-1f));
+    p = fma_f(p, r * r, r + splat(1.0f));
+    vi e = __builtin_convertvector(n, vi);
+    p = p * as_f((vu)(e + 127) << 23);
+    return pick(x < splat(-87.3f), zeros(), p);
 }
 INLINE vf sigmoid_v(vf x) { return splat(1.0f) / (splat(1.0f) + exp_v(-x)); }
 
