@@ -6,12 +6,20 @@
 
 #include "simd.h"
 
-/* rows x columns = 16 results, lane r * columns + c; x rows at x + r * ldx, weight rows at w + c * ldw */
-INLINE vf dots_bf(const bf16 *x, int64_t ldx, const bf16 *w, int64_t ldw, int64_t k, int rows, int columns) {
+/* rows x columns = 16 results, lane r * columns + c; x rows at x + r * ldx, weight rows at w + c * ldw.
+ * ahead  memory as large as these weights that will be needed next, or NULL. A processor follows one long run of
+ *        addresses by itself, but not sixteen short ones side by side: with this, one row passes weights four times
+ *        as fast. */
+INLINE vf dots_bf(const bf16 *x, int64_t ldx, const bf16 *w, int64_t ldw, int64_t k, int rows, int columns,
+                  const char *ahead) {
     vf acc[16];
     UNROLL for (int i = 0; i < 16; i++) acc[i] = zeros();
     for (int64_t j = 0; j < k; j += 2 * LANES) {
         vu wide[16];
+        if (ahead) {
+            UNROLL for (int c = 0; c < columns; c++) __builtin_prefetch(ahead + 64 * c, 0, 2);
+            ahead += 64 * columns;
+        }
         UNROLL for (int c = 0; c < columns; c++) {
             wide[c] = load_u(w + c * ldw + j);
             if (rows > 1) HOLD(wide[c]);
@@ -23,11 +31,16 @@ INLINE vf dots_bf(const bf16 *x, int64_t ldx, const bf16 *w, int64_t ldw, int64_
     }
     return sums16(acc);
 }
-INLINE vf dots_f(const float *x, int64_t ldx, const float *w, int64_t ldw, int64_t k, int rows, int columns) {
+INLINE vf dots_f(const float *x, int64_t ldx, const float *w, int64_t ldw, int64_t k, int rows, int columns,
+                 const char *ahead) {
     vf acc[16];
     UNROLL for (int i = 0; i < 16; i++) acc[i] = zeros();
     for (int64_t j = 0; j < k; j += LANES) {
         vf wide[16];
+        if (ahead) {
+            UNROLL for (int c = 0; c < columns; c++) __builtin_prefetch(ahead + 64 * c, 0, 2);
+            ahead += 64 * columns;
+        }
         UNROLL for (int c = 0; c < columns; c++) {
             wide[c] = load_f(w + c * ldw + j);
             if (rows > 1) HOLD(wide[c]);
@@ -67,27 +80,33 @@ INLINE void store_one(void *p, int64_t i, float x, int wide) {
         if (n1 - n0 < 16) {                                                                                            \
             for (int64_t t = 0; t < rows; t++)                                                                         \
                 for (int64_t n = n0; n < n1; n++)                                                                      \
-                    store_one(out, t * ldo + n, DOTS(x + t * ldx, ldx, w + n * k, k, k, 1, 1)[0], wide_out);           \
+                    store_one(out, t * ldo + n, DOTS(x + t * ldx, ldx, w + n * k, k, k, 1, 1, NULL)[0], wide_out);           \
             return;                                                                                                    \
         }                                                                                                              \
         int64_t chunk = CHUNK_ELEMENTS / k / 16 * 16;                                                                  \
         if (chunk < 16) chunk = 16;                                                                                    \
         for (int64_t c0 = n0; c0 < n1; c0 += chunk) {                                                                  \
             int64_t c1 = c0 + chunk < n1 ? c0 + chunk : n1;                                                            \
-            int64_t t = 0;                                                                                             \
+            int64_t t = 0, left = (rows / 4 + rows % 4) * ((c1 - c0 + 15) / 16);                                         \
+            const char *next = (const char *)(w + c1 * k);                                                             \
+            const char *end = (const char *)(w + (c1 + chunk < n1 ? c1 + chunk : n1) * k);                             \
             for (; t + 4 <= rows; t += 4)                                                                              \
-                for (int64_t n = c0; n < c1; n += 16) {                                                                \
+                for (int64_t n = c0; n < c1; n += 16, left--) {                                                        \
                     int64_t from = n + 16 <= n1 ? n : n1 - 16;                                                         \
                     vf a[4];                                                                                           \
+                    for (int64_t lines = ((end - next) / 64 + left - 1) / left; lines > 0; lines--, next += 64)        \
+                        __builtin_prefetch(next, 0, 2);                                                                \
                     UNROLL for (int i = 0; i < 4; i++)                                                                 \
-                        a[i] = DOTS(x + t * ldx, ldx, w + (from + 4 * i) * k, k, k, 4, 4);                             \
+                        a[i] = DOTS(x + t * ldx, ldx, w + (from + 4 * i) * k, k, k, 4, 4, NULL);                       \
                     blocks_to_rows(a);                                                                                 \
                     UNROLL for (int r = 0; r < 4; r++) store_any(out, (t + r) * ldo + from, a[r], wide_out);           \
                 }                                                                                                      \
             for (; t < rows; t++)                                                                                      \
                 for (int64_t n = c0; n < c1; n += 16) {                                                                \
                     int64_t from = n + 16 <= n1 ? n : n1 - 16;                                                         \
-                    store_any(out, t * ldo + from, DOTS(x + t * ldx, ldx, w + from * k, k, k, 1, 16), wide_out);       \
+                    store_any(out, t * ldo + from,                                                                     \
+                              DOTS(x + t * ldx, ldx, w + from * k, k, k, 1, 16, (const char *)(w + (from + 16) * k)),  \
+                              wide_out);                                                                               \
                 }                                                                                                      \
         }                                                                                                              \
     }

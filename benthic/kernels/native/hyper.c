@@ -68,7 +68,7 @@ INLINE void products(const void *s, int64_t first, int64_t rows, int64_t width, 
         float lanes[16];
         if (have == 4) {
             for (int m = 0; m < mixes; m += 4) {
-                store_f(lanes, dots_f(copy, width, fn + m * width, width, width, 4, 4));
+                store_f(lanes, dots_f(copy, width, fn + m * width, width, width, 4, 4, NULL));
                 for (int r = 0; r < 4; r++)
                     for (int c = 0; c < 4; c++) z[(m + c) * BLOCK + t + r] = lanes[4 * r + c] * statistic[r];
             }
@@ -76,7 +76,7 @@ INLINE void products(const void *s, int64_t first, int64_t rows, int64_t width, 
             for (int64_t r = 0; r < have; r++)
                 for (int m = 0; m < mixes; m += 16) {
                     int from = m + 16 <= mixes ? m : mixes - 16;
-                    store_f(lanes, dots_f(copy + r * width, width, fn + from * width, width, width, 1, 16));
+                    store_f(lanes, dots_f(copy + r * width, width, fn + from * width, width, width, 1, 16, (const char *)(fn + (from + 16) * width)));
                     for (int c = 0; c < 16; c++) z[(from + c) * BLOCK + t + r] = lanes[c] * statistic[r];
                 }
         }
