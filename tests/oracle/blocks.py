@@ -266,17 +266,17 @@ def check_wiring(package: Package, r: Recorder) -> None:
         if previous is None:
             assert (pre_in == np.eye(4)[0]).all(), "the first read is the first stream alone"
         else:
-            assert (pre_in == previous).all(), i
+            assert (pre_in == previous).all(), f"layer {i}: another mix than the one meant"
             if not r.has(i, "engram_gate"):
                 assert stream is not None
-                assert (s_in == stream).all(), i
-        assert (s_attn == s_in).all(), i
-        assert (rows(collapses[0::2], 1) == pre_in).all(), i
-        assert (rows(collapses[1::2], 1) == attn_pre).all(), i
-        assert (rows(collapses[1::2], 0) == s_ffn).all(), i
-        assert (rows(expands[0::2], 3) == attn_comb).all(), i
-        assert (rows(expands[1::2], 2) == ffn_post).all(), i
-        assert (pre_out == ffn_pre).all(), i
+                assert (s_in == stream).all(), f"layer {i}: another mix than the one meant"
+        assert (s_attn == s_in).all(), f"layer {i}: another mix than the one meant"
+        assert (rows(collapses[0::2], 1) == pre_in).all(), f"layer {i}: another mix than the one meant"
+        assert (rows(collapses[1::2], 1) == attn_pre).all(), f"layer {i}: another mix than the one meant"
+        assert (rows(collapses[1::2], 0) == s_ffn).all(), f"layer {i}: another mix than the one meant"
+        assert (rows(expands[0::2], 3) == attn_comb).all(), f"layer {i}: another mix than the one meant"
+        assert (rows(expands[1::2], 2) == ffn_post).all(), f"layer {i}: another mix than the one meant"
+        assert (pre_out == ffn_pre).all(), f"layer {i}: another mix than the one meant"
         previous, stream = pre_out, s_out
     s, pre, _ = r.get(-1, "collapse")
     assert stream is not None
