@@ -34,7 +34,7 @@ from benthic.models.registry import model_dir
 from benthic.text.tokenizer import FILE_NAME
 from benthic.types import NUMERICS, SamplingParams
 
-TARGETS = {  # two cores, the packaged model; the issue that asked for this bench
+TARGETS = {  # on two cores, with the packaged model
     "first token": 5.0,
     "prefill": 4000.0,
     "decode 1": 100.0,
