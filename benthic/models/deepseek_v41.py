@@ -483,4 +483,7 @@ def token_classes(checkpoint: Checkpoint) -> Tensor | None:
     found = int(classes.max()) + 1
     if found != want:
         raise BadConfigKey(key, want, f"{found}, what the vocabulary of {path.name} compresses to")
+    if len(classes) < config.text.vocab_size:  # ids without a token: a padded vocabulary; they stand for padding
+        pad = classes[config.text.engram_pad_token_id].expand(config.text.vocab_size - len(classes))
+        classes = torch.cat([classes, pad])
     return classes
