@@ -99,7 +99,7 @@ def test_a_bad_document_is_named_by_its_line(tmp_path: Path) -> None:
 def test_an_unreadable_file_is_one_error(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     if name.startswith("cut"):
-        path.write_bytes(lzma.compress(b"{}\n" * 1000)[:40])
+        path.write_bytes(lzma.compress(json.dumps(DOCUMENTS[0]).encode() * 50)[:-30])
     with pytest.raises(BenchError, match=r"cannot read the documents"):
         list(evaluation.read_documents(path))
 
