@@ -62,7 +62,7 @@ void benthic_route(float *scores, const float *bias, int64_t bias_stride, int64_
                   scale);
 }
 
-#define PAIRS 32 /* (row, slot) pairs of one expert worked on together */
+#define PAIRS 64 /* (row, slot) pairs of one expert worked on together */
 
 /* one expert, `count` pairs: gather, first matrices, activation, grid, second matrix. Pair i is of row (i - base) / k;
  * weights NULL: 1 */

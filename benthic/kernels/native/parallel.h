@@ -26,7 +26,8 @@ static inline int this_thread(void) {
 
 #define PRAGMA(x) _Pragma(#x)
 #ifdef _OPENMP
-#define PARALLEL(n) PRAGMA(omp parallel for num_threads(n) schedule(static) if ((n) > 1))
+/* guided: a thread that the system holds up leaves its share to the others */
+#define PARALLEL(n) PRAGMA(omp parallel for num_threads(n) schedule(guided) if ((n) > 1))
 #define PARALLEL_UNEVEN(n) PRAGMA(omp parallel for num_threads(n) schedule(dynamic, 1) if ((n) > 1))
 #else
 #define PARALLEL(n)
