@@ -7,6 +7,7 @@ Which layer owns compressed KV, index keys or a selection is `layer_plan` of `de
 what earlier steps stored is its `LayerMemory`. Nothing here knows about blocks, slots or chunks.
 """
 
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -79,11 +80,13 @@ class HyperConnection(nn.Module):
         """s [T, S, D] -> how to read [T, S], how to write [T, S], how streams exchange [T, S, S]; all f32."""
         return hyper.hyper_mixes(s, self.fn, self.scale, self.base, self.eps, self.hc_eps, self.iterations)
 
+    @cached_property  # a module finds its parameters slowly; so in the other classes
+    def weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.fn, self.scale, self.base
+
     def read(self, s: Tensor, pre: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Entry of a sublayer: its input [T, D], read by weights `pre` of the sublayer before, and its own weights."""
-        taken = fused.hyper_read(
-            s, pre, self.fn, self.scale, self.base, norm.weight, self.eps, self.hc_eps, self.iterations
-        )
+        taken = fused.hyper_read(s, pre, *self.weights, norm.weight, self.eps, self.hc_eps, self.iterations)
         if taken is not None:
             return taken
         return norm(hyper.hyper_collapse(s, pre)), *self(s)
@@ -202,6 +205,7 @@ class Attention(nn.Module):
         super().__init__()
         self.plan, self.numerics = plan, numerics
         self.heads, self.width, self.groups = config.num_attention_heads, config.head_dim, config.o_groups
+        self.eps = config.rms_norm_eps
         hidden, rank, inner = config.hidden_size, config.q_lora_rank, config.num_attention_heads * config.head_dim
         self.wq_a = Linear(hidden, rank, "fp8", numerics)
         self.q_norm = RMSNorm(rank, config.rms_norm_eps)
@@ -231,11 +235,18 @@ class Attention(nn.Module):
         o = kv.attend(q, kw, shared if self.plan.ratio else None, self.attn_sink)  # [T, H, dh]
         return self.output(o, batch.positions), shared
 
+    @cached_property
+    def input_weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return self.wq_a.weight, self.q_norm.weight, self.wq_b.weight, self.wkv.weight, self.kv_norm.weight
+
+    @cached_property
+    def output_weights(self) -> tuple[Tensor, Tensor]:
+        return self.wo_a.weight, self.wo_b.weight
+
     def inputs(self, h: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """h [T, D] -> queries [T, H, dh], what they come from [T, Rq], and the window row [T, dh]."""
         if self.numerics.quantise:
-            weights = (self.wq_a.weight, self.q_norm.weight, self.wq_b.weight, self.wkv.weight, self.kv_norm.weight)
-            taken = fused.attention_inputs(h, positions, self.freqs, *weights, self.q_norm.eps)
+            taken = fused.attention_inputs(h, positions, self.freqs, *self.input_weights, self.eps)
             if taken is not None:
                 return taken[0].unflatten(-1, (self.heads, self.width)), taken[1], taken[2]
         h8 = fp8_grid(h, self.numerics)
@@ -246,8 +257,8 @@ class Attention(nn.Module):
     def output(self, o: Tensor, positions: Tensor) -> Tensor:
         """o [T, H, dh] -> [T, D]: turned back at the query's position, a projection a group of heads, one over all."""
         if self.numerics.quantise:
-            weights, wo_a = (self.wo_a.weight, self.wo_b.weight), self.numerics.quantise_wo_a
-            taken = fused.attention_output(o, positions, self.freqs, *weights, self.groups, wo_a)
+            wo_a = self.numerics.quantise_wo_a
+            taken = fused.attention_output(o, positions, self.freqs, *self.output_weights, self.groups, wo_a)
             if taken is not None:
                 return taken
         o = rope.rotate(o, positions, self.freqs, inverse=True)
@@ -300,8 +311,9 @@ class MoE(nn.Module):
             bias = torch.where(images[:, None], self.bias_vl, self.bias)  # [T, E]
         if self.numerics.quantise:
             router = (self.experts_per_token, self.normalise, self.routed_scale)
-            matrices = (self.w13, self.w2, self.shared_w13.weight, self.shared_w2.weight)
-            taken = fused.moe(h, self.gate.weight, bias, *matrices, *router, self.limit, self.numerics.round_hidden)
+            gate, w13, w2, shared_w13, shared_w2 = self.weights
+            matrices = (w13, w2, shared_w13, shared_w2)
+            taken = fused.moe(h, gate, bias, *matrices, *router, self.limit, self.numerics.round_hidden)
             if taken is not None:
                 return taken
         ids, weights = moe_gate.route(
@@ -312,6 +324,10 @@ class MoE(nn.Module):
             h8, ids, weights, self.w13, self.w2, self.limit, self.numerics.quantise, self.numerics.round_hidden
         )  # [T, D] f32
         return (routed + self.shared(h8).float()).to(h.dtype)
+
+    @cached_property
+    def weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return self.gate.weight, self.w13, self.w2, self.shared_w13.weight, self.shared_w2.weight
 
     def shared(self, h8: Tensor) -> Tensor:
         gate, up = self.shared_w13(h8).chunk(2, dim=-1)
