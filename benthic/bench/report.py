@@ -90,7 +90,7 @@ def header(bench: str, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
         "bench": bench,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "command": " ".join(["benthic", *sys.argv[1:]]),
+        "command": " ".join(["benthic", *(Path(w).name if Path(w).is_absolute() else w for w in sys.argv[1:])]),
         "seed": seed,
         "settings": settings,
         "hardware": hardware(),
