@@ -485,6 +485,15 @@ class BadTrainingData(TrainingError):
         super().__init__(f"cannot use {path} as training data: {detail}")
 
 
+class BadTrainingState(TrainingError):
+    """A saved training state that cannot be read, or belongs to another run."""
+
+    code, exit_code = "bad_training_state", 2
+
+    def __init__(self, path: object, detail: str):
+        super().__init__(f"cannot go on from {path}: {detail}")
+
+
 class BadImage(RequestError):
     """An image that cannot be read or placed."""
 

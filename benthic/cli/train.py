@@ -26,9 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     train.add_argument("--data", type=Path, required=True, help="data folder made by `benthic train data`")
     train.add_argument("--out", type=Path, required=True, help="run folder; a saved state in it is resumed")
     train.add_argument("--device", default="cuda", help="torch device")
-    train.add_argument("--limit-seconds", type=float, help="end the command, evaluation included, within this time")
+    train.add_argument("--limit-seconds", type=_seconds, help="end the command, evaluation included, within this time")
     train.add_argument(
-        "--reserve-seconds", type=float, default=45.0, help="of the limit, kept for evaluation and packing"
+        "--reserve-seconds", type=_seconds, default=45.0, help="of the limit, kept for evaluation and packing"
     )
     train.add_argument(
         "--pause",
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     train.add_argument(
         "--profile", type=Path, help="write where a step's time goes to this file, after everything else"
     )
-    train.add_argument("--documents", type=_count, help="held-out documents to evaluate; default: all")
+    train.add_argument("--documents", type=_count, help="held-out documents of each kind to evaluate; default: all")
     _add_settings(train)
     train.set_defaults(run_stage=_backbone)
     pack = stages.add_parser("pack", help="run folder -> checkpoint in the official format", allow_abbrev=False)
@@ -70,9 +70,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time of 0 seconds or more")
     return value
 
 
@@ -113,24 +122,26 @@ def _backbone(args: argparse.Namespace) -> int:
     begin = time.monotonic()
     import torch
 
-    from benthic.errors import TrainingError
     from benthic.models.deepseek_v41_config import ModelConfig
     from benthic.text.tokenizer import Tokenizer
     from benthic.train import data, evaluate, loop, pack
 
-    device = torch.device(args.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise TrainingError("torch sees no CUDA device; train on a machine with one, or pass --device cpu")
+    device = _device(args.device)
+    loop.pyplot()  # what the end needs is asked for before the beginning
     settings = loop.Settings(**{field.name: getattr(args, field.name) for field in fields(loop.Settings)})
     manifest, tokenizer = data.Manifest.read(args.data), Tokenizer.from_dir(args.data)
     config_json = pack.read_config(args.data)
     config, ids = ModelConfig.from_json(config_json), loop.Ids.of(tokenizer)
-    torch.set_float32_matmul_precision("high")
+    if args.pack is not None:
+        pack.check_size(config, args.data)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
     classes = torch.from_numpy(tokenizer.engram_classes())
     trainer = loop.Trainer(config, classes, ids, settings, device)
     loader = loop.RowLoader(args.data, manifest, settings, ids, device)
-    deadline = begin + args.limit_seconds - args.reserve_seconds if args.limit_seconds else float("inf")
-    bar = tqdm(total=settings.seconds, unit="s", file=sys.stderr, mininterval=1.0, bar_format=_BAR)
+    limit = float("inf") if args.limit_seconds is None else args.limit_seconds
+    deadline = begin + limit - args.reserve_seconds
+    bar = tqdm(total=settings.seconds, unit="s", file=sys.stderr, mininterval=1.0, bar_format=_BAR, disable=None)
     with trainer.kernels.installed(), bar:
 
         def report(row: dict[str, float]) -> None:
@@ -156,10 +167,29 @@ def _backbone(args: argparse.Namespace) -> int:
     if device.type == "cuda":
         result["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
         result["device"] = torch.cuda.get_device_name(device)
-    result |= {"torch": torch.__version__, "plot": str(loop.plot(args.out)), "total_seconds": time.monotonic() - begin}
+    loop.plot(args.out)
+    result |= {"torch": torch.__version__, "total_seconds": time.monotonic() - begin}
     (args.out / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     _show(result, args.json)
     return 0
+
+
+def _device(name: str) -> Any:
+    """The torch device of that name. Raises DeviceUnavailable."""
+    import torch
+
+    from benthic.errors import DeviceUnavailable
+
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise DeviceUnavailable(name, "no such kind of device") from error
+    if device.type not in ("cpu", "cuda"):
+        raise DeviceUnavailable(name, "want cpu or cuda")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise DeviceUnavailable(name, f"{count} CUDA devices are here, train with one or pass --device cpu")
+    return device
 
 
 def _pack(args: argparse.Namespace) -> int:
@@ -175,7 +205,9 @@ def _pack(args: argparse.Namespace) -> int:
     classes = torch.from_numpy(tokenizer.engram_classes())
     config = ModelConfig.from_json(config_json)
     trainer = loop.Trainer(config, classes, loop.Ids.of(tokenizer), settings, torch.device("cpu"))
-    state = trainer.load(args.run / loop.STATE_FILE)
+    state_file = args.run / loop.STATE_FILE
+    state = loop.read_state(state_file, trainer.device)
+    trainer.restore(state, state_file)
     masters = trainer.optimiser.masters() | trainer.biases()
     seed = state["settings"]["seed"]
     size = pack.write(args.out, args.data, config_json, masters, seed, replace=args.replace)

@@ -28,6 +28,7 @@ Ids = NDArray[np.uint16]
 
 MANIFEST = "data.json"
 FORMAT = 1
+MAX_VOCAB = 1 << 16  # ids are stored as uint16
 NEEDLE_LADDER = (450, 1050, 2050, 3600)  # characters of the held-out needle prompts: about 120, 270, 520, 930 tokens
 LOOP_TOKENS, LOOP_TIMES = 8, 4  # a response loops when one piece of so many tokens stands in it so often
 
@@ -45,11 +46,14 @@ def read_pairs(path: Path) -> Iterator[Pair]:
             for number, line in enumerate(lines, 1):
                 try:
                     row = json.loads(line)
-                    yield Pair(row["kind"], row["prompt"], row["response"])
+                    pair = Pair(row["kind"], row["prompt"], row["response"])
+                    "".join(pair).encode()  # strings all three, and no half of a surrogate pair
                 except (ValueError, KeyError, TypeError) as error:
-                    want = 'an object with "kind", "prompt" and "response"'
-                    raise BadTrainingData(path, f"line {number} is no corpus line ({error}), want {want}") from error
-    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
+                    want = 'an object with the strings "kind", "prompt" and "response"'
+                    detail = f"{type(error).__name__}: {error}"
+                    raise BadTrainingData(path, f"line {number} is no corpus line ({detail}), want {want}") from error
+                yield pair
+    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
         raise BadTrainingData(path, str(error)) from error
 
 
@@ -205,11 +209,18 @@ class Manifest:
 
 
 def read_part(folder: Path, manifest: Manifest, part: str) -> Ids:
-    """All ids of one part; its files are decompressed side by side."""
+    """All ids of one part; its files are decompressed side by side. Raises BadTrainingData."""
     if part not in manifest.parts:
         raise BadTrainingData(folder, f"no part {part!r}; it has {', '.join(manifest.parts)}")
     with ThreadPoolExecutor() as pool:
-        return np.concatenate(list(pool.map(read_ids, [folder / name for name in manifest.parts[part]])))
+        ids = np.concatenate(list(pool.map(read_ids, [folder / name for name in manifest.parts[part]])))
+    if len(ids) != manifest.tokens[part] or (len(ids) and ids.max() >= manifest.vocab_size):
+        raise BadTrainingData(
+            folder,
+            f"part {part} holds {len(ids)} ids up to {ids.max(initial=0)}, {MANIFEST} says {manifest.tokens[part]} ids "
+            f"below {manifest.vocab_size}; make the folder again with `benthic train data`",
+        )
+    return ids
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -307,11 +318,17 @@ def build(
     skill_tokens: dict[str, int],
     progress: Progress,
 ) -> tuple[Manifest, dict[str, Any]]:
-    """Make a data folder from a corpus folder. Returns its manifest and the completed model config."""
+    """Make a data folder from a corpus folder. Returns its manifest and the completed model config.
+
+    config_template  a whole model config; what follows from the tokenizer is replaced
+    Raises           BadTrainingData; the errors of ModelConfig.from_json
+    """
     train_files, valid_file = corpus_files(corpus)
-    out.mkdir(parents=True, exist_ok=True)
-    vocab_size = config_template["text_config"]["vocab_size"]
+    vocab_size = ModelConfig.from_json(config_template, "the model config").text.vocab_size
+    if vocab_size > MAX_VOCAB:
+        raise BadTrainingData("the model config", f"vocab_size is {vocab_size}, token files hold ids below {MAX_VOCAB}")
     first = list(read_pairs(train_files[0]))
+    out.mkdir(parents=True, exist_ok=True)
     texts = [text for pair in first for text in (pair.prompt, pair.response)]
     templates = template_texts()
     texts += templates * max(1, len(first) // 100)  # enough that their words become whole tokens
@@ -350,6 +367,18 @@ def build(
             write(part, f"{part}-{number}.ids.xz", ids, count)
     held_out = [s for pair in read_pairs(valid_file) for s in skills.sentences_of(pair.response)]
     vocabulary = sorted(words)
+    for path, have, need, what in (
+        (train_files[0], len(sentences), 1, "sentences of 20 to 200 characters in its responses"),
+        (
+            train_files[0],
+            len(vocabulary),
+            skills.MAX_LINE_WORDS,
+            "different words of 3 to 9 small letters in its prompts",
+        ),
+        (valid_file, len(held_out), 1, "sentences of 20 to 200 characters in its responses"),
+    ):
+        if have < need:
+            raise BadTrainingData(path, f"it has {have} {what}, the skills need {need}")
     for kind, budget in skill_tokens.items():
         splits: tuple[tuple[skills.Split, list[str], int], ...] = (
             ("train", sentences, budget),
@@ -381,7 +410,11 @@ def complete_config(template: dict[str, Any], tokenizer: Tokenizer) -> dict[str,
     config: dict[str, Any] = json.loads(json.dumps(template))
     text, ids = config["text_config"], tokenizer.special_ids
     if len(tokenizer) != text["vocab_size"]:
-        raise BadTrainingData(tokenizer.path, f"it has {len(tokenizer)} ids, the config {text['vocab_size']}")
+        raise BadTrainingData(
+            tokenizer.path,
+            f"it has {len(tokenizer)} ids, the model config {text['vocab_size']}; the text it was trained on holds too "
+            "little for more: use a larger corpus or a smaller vocab_size",
+        )
     config |= {"bos_token_id": ids["bos"], "eos_token_id": ids["eos"], "pad_token_id": ids["pad"]}
     config["image_token_id"] = ids["image"]
     text["engram_pad_token_id"], text["dspark_noise_token_id"] = ids["pad"], ids["system"]

@@ -75,7 +75,10 @@ class Evaluator:
 
 
 def report(trainer: Trainer, evaluator: Evaluator, *, documents: int | None = None) -> dict[str, float]:
-    """All measures, packed (quantisers in force, top-k) and float (neither quantised), as flat numbers."""
+    """All measures, packed (quantisers in force, top-k) and float (neither quantised), as flat numbers.
+
+    documents  how many of each part, from its beginning; None: all
+    """
     out: dict[str, float] = {}
     ladder = [part for part in evaluator.manifest.parts if part.startswith("ladder-")]
     for name, phase in (("packed", Phase(True, True)), ("float", Phase(True, False))):
@@ -86,6 +89,6 @@ def report(trainer: Trainer, evaluator: Evaluator, *, documents: int | None = No
     out["packed_over_float_perplexity"] = math.exp(out["packed_nats_per_token"] - out["float_nats_per_token"])
     trainer.enter(Phase(True, True))
     for part in (*ladder, "copy-held-out"):
-        out[f"packed_exact_{part}"] = evaluator.score(part, topk=True).exact
-        out[f"packed_exact_{part}_dense"] = evaluator.score(part, topk=False).exact
+        out[f"packed_exact_{part}"] = evaluator.score(part, topk=True, limit=documents).exact
+        out[f"packed_exact_{part}_dense"] = evaluator.score(part, topk=False, limit=documents).exact
     return out

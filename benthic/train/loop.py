@@ -6,11 +6,15 @@ on compiling is not training time. Source of the settings: the minnow specificat
 
 import csv
 import logging
+import math
+import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benthic.errors import MissingDependency, TrainingError
+from benthic.errors import BadSetting, BadTrainingData, BadTrainingState, MissingDependency
 from benthic.models.base import Batch
 from benthic.models.deepseek_v41_config import ModelConfig
 from benthic.text.tokenizer import Tokenizer
@@ -31,6 +35,7 @@ from benthic.types import NUMERICS, Numerics
 
 log = logging.getLogger(__name__)
 
+MAX_LENGTH = (1 << 16) - 2  # of a row, tokens: entry numbers are 16 bits of a selection key
 STATE_FILE, LOG_FILE, PLOT_FILE = "state.pt", "log.csv", "loss.png"
 
 
@@ -56,12 +61,27 @@ class Settings:
     seed: int = 0
 
     def check(self) -> None:
-        prose = self.rows - self.needle_rows - self.copy_rows
-        if prose < 1 or not 0 <= self.index_rows <= self.rows or self.length % 2:
-            raise TrainingError(
-                f"{self.rows} rows of {self.length} tokens with {self.needle_rows} needle, {self.copy_rows} copy and "
-                f"{self.index_rows} index rows; want a row of prose, index rows within the batch, an even length"
-            )
+        """Raises BadSetting."""
+
+        def need(ok: bool, key: str, want: str) -> None:
+            if not ok:
+                raise BadSetting(key, getattr(self, key), want, "the settings of the run")
+
+        need(self.rows >= 1, "rows", "at least 1")
+        need(2 <= self.length <= MAX_LENGTH and self.length % 2 == 0, "length", f"an even number in [2, {MAX_LENGTH}]")
+        for key in ("needle_rows", "copy_rows"):
+            need(getattr(self, key) >= 0, key, "at least 0")
+        skills, rows = self.needle_rows + self.copy_rows, self.rows
+        need(rows > skills, "rows", f"more than the {skills} needle and copy rows, so that there is a row of prose")
+        need(0 <= self.index_rows <= rows, "index_rows", f"a number in [0, rows], rows is {rows}")
+        need(0 < self.seconds < math.inf, "seconds", "a time above 0")
+        for key in ("topk_from", "quantise_from", "floor"):
+            need(0 <= getattr(self, key) <= 1, key, "a number in [0, 1]")
+        need(0 <= self.flat_until < 1, "flat_until", "a number in [0, 1)")
+        need(0 <= self.warm_up <= self.flat_until, "warm_up", f"a number in [0, flat_until], that is {self.flat_until}")
+        for key in ("needle_weight", "balance_weight", "index_weight", "bias_step"):
+            need(0 <= getattr(self, key) < math.inf, key, "a number of at least 0")
+        need(0 <= self.seed < 2**63, "seed", "a number in [0, 2**63)")
 
 
 class Phase(NamedTuple):
@@ -100,7 +120,9 @@ class RowLoader:
         self._pool = ThreadPoolExecutor(1)
         for part in self.PARTS:
             if self.counts[part]:
-                self.ids[part] = data.read_part(folder, manifest, part)
+                ids = self.ids[part] = data.read_part(folder, manifest, part)
+                if not len(ids) or ids[0] != tokens.bos:
+                    raise BadTrainingData(folder, f"part {part} does not begin with a document of one token or more")
         self.seek(dict.fromkeys(self.ids, (0, 0)))
 
     def seek(self, at: dict[str, tuple[int, int]]) -> None:
@@ -113,7 +135,7 @@ class RowLoader:
         ids, tokens = self.ids[part], self.tokens
         rng = np.random.default_rng([self.settings.seed, epoch, self.PARTS.index(part)])
         rows = data.pack_rows(ids, data.document_starts(ids, tokens.bos), self.settings.length, tokens.pad, rng)
-        return torch.from_numpy(rows.astype(np.int16)).to(self.device)
+        return torch.from_numpy(rows.view(np.int16)).to(self.device)  # two bytes an id, whatever their sign
 
     def next(self) -> Tensor:
         """[B, L] int64."""
@@ -130,7 +152,7 @@ class RowLoader:
                     self.rows[part] = self._ahead[part].result()
                     self.at[part] = epoch + 1, 0
                     self._ahead[part] = self._pool.submit(self._pack, part, epoch + 2)
-        return torch.cat(parts).long()
+        return torch.cat(parts).long() & 0xFFFF
 
 
 class Ids(NamedTuple):
@@ -264,13 +286,29 @@ class Trainer:
         partial.replace(path)
 
     @torch.no_grad()
-    def load(self, path: Path) -> dict[str, Any]:
-        state = torch.load(path, map_location=self.device, weights_only=True)
+    def restore(self, state: dict[str, Any], path: Path) -> None:
+        """Go on from a state that `read_state(path)` read. Raises BadTrainingState before anything is changed."""
+        if not self.optimiser.fits(state["optimiser"]) or state["biases"].keys() != self.biases().keys():
+            raise BadTrainingState(path, "its weights have other shapes than the model config of the data folder")
         self.optimiser.load_state(state["optimiser"])
         for name, bias in self.biases().items():
             bias.copy_(state["biases"][name])
         self.steps = state["steps"]
-        return state
+
+
+def read_state(path: Path, device: torch.device) -> dict[str, Any]:
+    """What `Trainer.save` wrote. Raises BadTrainingState."""
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+    except FileNotFoundError:
+        raise BadTrainingState(path, "no such file; `benthic train backbone` makes it") from None
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        reason = str(error).partition("\n")[0] or "it is empty"
+        raise BadTrainingState(path, f"it is no saved state, or a damaged one ({reason})") from error
+    keys = {"optimiser", "biases", "steps", "settings", "seconds", "loader"}
+    if not isinstance(state, dict) or state.keys() != keys:
+        raise BadTrainingState(path, "it is no saved state of a backbone run")
+    return state
 
 
 # ---- the run ---------------------------------------------------------------------------------------------------------
@@ -316,15 +354,20 @@ def run(
     state_file = out / STATE_FILE
     spent = 0.0
     if state_file.is_file():
-        state = trainer.load(state_file)
+        state = read_state(state_file, trainer.device)
         if state["settings"] != asdict(settings):
-            raise TrainingError(f"{state_file} belongs to a run with other settings; choose another --out or the same")
+            changed = [key for key, value in asdict(settings).items() if state["settings"].get(key) != value]
+            detail = f"it belongs to a run with other settings ({', '.join(changed)}); give the same, or another --out"
+            raise BadTrainingState(state_file, detail)
+        trainer.restore(state, state_file)
         spent = state["seconds"]
         loader.seek(state["loader"])
         log.info("resumed", extra={"step": trainer.steps, "seconds": spent})
     first = loader.next()
-    phases = dict.fromkeys(phase_at(share, settings) for share in (spent / settings.seconds, settings.topk_from, 1.0))
+    shares = (spent / settings.seconds, settings.topk_from, settings.quantise_from, 1.0)
+    phases = dict.fromkeys(phase_at(share, settings) for share in shares)
     trainer.warm_up(first, iter(phases))
+    batches = chain([first], iter(loader.next, None))
     phase = phase_at(spent / settings.seconds, settings)
     trainer.enter(phase)
     until = min(settings.seconds, spent + max(deadline - time.monotonic(), 1.0))
@@ -334,6 +377,8 @@ def run(
     pending: deque[tuple[dict[str, float], Tensor]] = deque()
     last: dict[str, float] = {}
     new_file = not (out / LOG_FILE).is_file() or trainer.steps == 0
+    if not new_file:
+        _cut_log(out / LOG_FILE, trainer.steps)
     with (out / LOG_FILE).open("w" if new_file else "a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         if new_file:
@@ -346,7 +391,7 @@ def run(
                 row, values = pending.popleft()
                 names = ("text", "needle", "index", "balance", "norm", "largest_load")
                 row |= dict(zip(names, values.tolist(), strict=True))  # waits for that step only
-                writer.writerow({key: f"{value:.6g}" for key, value in row.items()})
+                writer.writerow({key: f"{v:.6g}" if isinstance(v, float) else str(v) for key, v in row.items()})
                 last = row
                 report(row)
 
@@ -357,7 +402,7 @@ def run(
                 phase = wanted
                 trainer.enter(phase)
             factor = rate_factor(share, settings)
-            values = trainer.step(loader.next(), phase, factor)
+            values = trainer.step(next(batches), phase, factor)
             done = trainer.steps - before
             row: dict[str, float] = dict(
                 step=trainer.steps,
@@ -372,11 +417,20 @@ def run(
             flush(keep=2)
             if time.monotonic() - saved > save_seconds:
                 saved = time.monotonic()
-                trainer.save(state_file, _extra(settings, clock, loader))
+                flush(keep=0)  # the log first: it may hold more than the state, never less
                 file.flush()
+                trainer.save(state_file, _extra(settings, clock, loader))
         flush(keep=0)
     trainer.save(state_file, _extra(settings, clock, loader))
     return last, clock.seconds() >= total
+
+
+def _cut_log(path: Path, steps: int) -> None:
+    """Drop what a run that was cut off logged after its last saved step; those steps are done again."""
+    with path.open(newline="") as file:
+        rows = [row for row in csv.reader(file) if len(row) == len(COLUMNS)]
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(rows[:1] + [row for row in rows[1:] if float(row[0]) <= steps])
 
 
 def _extra(settings: Settings, clock: Clock, loader: RowLoader) -> dict[str, Any]:
@@ -408,18 +462,22 @@ def profile(trainer: Trainer, ids: Tensor, steps: int = 5) -> str:
     return "\n".join(text)
 
 
-def plot(out: Path) -> Path:
-    """The loss curve of a log, as PNG."""
+def pyplot() -> Any:
+    """matplotlib's, drawing into files. Raises MissingDependency."""
     try:
         import matplotlib
     except ImportError as error:
         raise MissingDependency("matplotlib", "train") from error
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    return import_module("matplotlib.pyplot")
 
+
+def plot(out: Path) -> Path:
+    """The loss curve of a log, as PNG."""
+    draw = pyplot()
     with (out / LOG_FILE).open(newline="") as file:
         rows = [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
+    figure, (left, right) = draw.subplots(1, 2, figsize=(11, 4))
     tokens = [row["tokens"] / 1e6 for row in rows]
     for axis, names in ((left, ("text", "needle")), (right, ("index", "balance"))):
         for name in names:
@@ -435,5 +493,5 @@ def plot(out: Path) -> Path:
             left.axvline(at, color="grey", linewidth=0.5)
     figure.tight_layout()
     figure.savefig(out / PLOT_FILE, dpi=120)
-    pyplot.close(figure)
+    draw.close(figure)
     return out / PLOT_FILE

@@ -125,10 +125,10 @@ class Optimiser:
     @torch.no_grad()
     def step(self, factor: Tensor) -> Tensor:
         """One update from the leaves' gradients, which are consumed. factor: learning rate factor. Returns the norm."""
-        counted = [leaf.value.grad for leaf in self.leaves if not leaf.index and leaf.value.grad is not None]
-        norms = torch._foreach_norm(counted, 2, torch.float32)  # pyright: ignore[reportPrivateImportUsage]
-        norm = torch.stack(norms).norm()
-        finite = torch.isfinite(norm)
+        grads = [_gradient(leaf) for leaf in self.leaves]
+        norms = torch._foreach_norm(grads, 2, torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+        norm = torch.stack([n for n, leaf in zip(norms, self.leaves, strict=True) if not leaf.index]).norm()
+        finite = torch.isfinite(torch.stack(norms)).all() & torch.isfinite(norm)
         scale = torch.where(finite, (CLIP / (norm + 1e-6)).clamp(max=1.0), 0.0)
         self.count += 1
         for stack in self.stacks:
@@ -175,8 +175,17 @@ class Optimiser:
             "adam": [(group.master, group.first, group.second) for group in self.groups],
         }
 
+    def fits(self, state: dict[str, Any]) -> bool:
+        """Is this the state of an optimiser of the same leaves?"""
+
+        def shapes(of: dict[str, Any]) -> list[list[tuple[int, ...]]]:
+            return [[tuple(tensor.shape) for tensor in part] for part in (*of["muon"], *of["adam"])]
+
+        return shapes(state) == shapes(self.state())
+
     @torch.no_grad()
     def load_state(self, state: dict[str, Any]) -> None:
+        """Take over a state that fits."""
         self.count.copy_(state["count"])
         for stack, (master, momentum) in zip(self.stacks, state["muon"], strict=True):
             stack.master.copy_(master)
@@ -188,10 +197,12 @@ class Optimiser:
 
 
 def _gradient(leaf: Leaf) -> Tensor:
-    assert leaf.value.grad is not None, f"{leaf.name} got no gradient"
+    if leaf.value.grad is None:
+        assert leaf.index, f"{leaf.name} got no gradient"  # an indexer gets none when the index loss is off
+        leaf.value.grad = torch.zeros_like(leaf.value)
     return leaf.value.grad
 
 
 def _scaled(grad: Tensor, scale: Tensor, index: bool, finite: Tensor) -> Tensor:
-    """Clipped; a step whose norm is not finite changes nothing but the averages' decay."""
+    """Clipped; a gradient that is not finite anywhere counts as zero everywhere."""
     return torch.where(finite, grad * (finite if index else scale), 0.0)

@@ -1,6 +1,5 @@
 """Trained masters -> a checkpoint in the official format: names, dtypes and bytes. Model specification, section 5."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,13 @@ from torch import Tensor
 
 from benthic.errors import CheckpointError
 from benthic.kernels import quant
-from benthic.models.deepseek_v41_config import ModelConfig, TensorSpec, tensors
+from benthic.models.deepseek_v41_config import ModelConfig, TensorSpec, read_json, tensors
 from benthic.models.weights import write_checkpoint
 from benthic.text.tokenizer import FILE_NAME
 from benthic.train import backbone
 
 MAX_BYTES = 40_000_000  # of the shipped folder
+NAME_BYTES = 300  # a tensor's entries in header and index, at most
 
 
 def stored(name: str, value: Tensor, spec: TensorSpec) -> Iterator[tuple[str, Tensor]]:
@@ -51,16 +51,25 @@ def official(config: ModelConfig, masters: dict[str, Tensor], seed: int) -> Iter
 def write(
     out: Path, data_folder: Path, config_json: dict[str, Any], masters: dict[str, Tensor], seed: int, *, replace: bool
 ) -> int:
-    """Write the checkpoint folder, tokenizer included. Returns its bytes; CheckpointError when they are too many."""
+    """Write the checkpoint folder, tokenizer included. Returns its bytes; see `check_size`."""
     config = ModelConfig.from_json(config_json)
+    check_size(config, data_folder)
     extra = {FILE_NAME: (data_folder / FILE_NAME).read_bytes()}
     write_checkpoint(out, config_json, official(config, masters, seed), extra=extra, replace=replace)
-    size = sum(path.stat().st_size for path in out.iterdir())
+    return sum(path.stat().st_size for path in out.iterdir())
+
+
+def check_size(config: ModelConfig, data_folder: Path) -> None:
+    """CheckpointError when the checkpoint would be too large to ship. Nothing is written."""
+    specs = tensors(config)
+    size = sum(spec.nbytes + NAME_BYTES for spec in specs.values()) + (data_folder / FILE_NAME).stat().st_size
     if size > MAX_BYTES:
-        raise CheckpointError(f"{out} holds {size} bytes, {size - MAX_BYTES} over the limit of {MAX_BYTES}")
-    return size
+        raise CheckpointError(
+            f"the checkpoint would hold {size} bytes, {size - MAX_BYTES} over the limit of {MAX_BYTES}; use a smaller "
+            "model config"
+        )
 
 
 def read_config(data_folder: Path) -> dict[str, Any]:
-    """The completed model config of a data folder, parsed."""
-    return json.loads((data_folder / "config.json").read_text(encoding="utf-8"))
+    """The completed model config of a data folder, parsed. Raises MissingCheckpointFile, BadConfigJSON."""
+    return dict(read_json(data_folder / "config.json"))

@@ -38,6 +38,7 @@ OPENINGS = (
     "Find the code in this text.",
     "",
 )
+MAX_LINE_WORDS = 7  # of a line to copy
 COPY_ASKS = ("Repeat line {n}.", "Write line {n} again.", "Copy line {n} exactly.", "What does line {n} say?")
 
 
@@ -118,7 +119,7 @@ def _line(rng: random.Random, words: Sequence[str], sentences: Sequence[str], sp
     kind = rng.random()
     if split == "train" and kind < 0.3:
         return rng.choice(sentences)
-    chosen = rng.sample(words, rng.randint(2, 7))
+    chosen = rng.sample(words, rng.randint(2, MAX_LINE_WORDS))
     if split == "held_out" or kind < 0.65:
         chosen.insert(rng.randrange(len(chosen) + 1), code)
     return " ".join(chosen)

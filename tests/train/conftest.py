@@ -10,8 +10,8 @@ from benthic.testing.checkpoints import tiny_config
 from benthic.testing.tokenizers import write_tokenizer
 from benthic.train import loop, pack
 from benthic.types import NUMERICS
+from tests.train.small import IDS
 
-IDS = loop.Ids(bos=0, eos=1, pad=2, think_close=5)
 ROWS, LENGTH = 2, 150
 
 

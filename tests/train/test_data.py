@@ -1,0 +1,402 @@
+"""From a corpus to token files: what is refused, what is dropped, how rows are packed, and that nothing is lost."""
+
+import json
+import lzma
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benthic.errors import BadConfigKey, BadTrainingData, MissingConfigKey
+from benthic.models.deepseek_v41_config import ModelConfig
+from benthic.testing.tokenizers import write_tokenizer
+from benthic.text.tokenizer import FILE_NAME, SPECIALS, Tokenizer
+from benthic.train import data
+from benthic.train.skills import Turn
+from tests.train.small import pairs, small_corpus, small_json, write_corpus, write_lines
+
+BOS, PAD = 0, 2
+
+
+def quiet(items: Any, what: str, total: int | None) -> Any:
+    return items
+
+
+# Corpus files
+
+
+def test_pairs_are_read_in_order(tmp_path: Path) -> None:
+    rows = [{"kind": "a", "prompt": "Ünïcode\n", "response": "", "more": 1}, *pairs(1, 3)]
+    path = write_lines(tmp_path / "a.xz", [json.dumps(row) for row in rows])
+    assert list(data.read_pairs(path)) == [data.Pair(r["kind"], r["prompt"], r["response"]) for r in rows]
+
+
+GOOD = json.dumps({"kind": "a", "prompt": "b", "response": "c"})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "{",
+        "[]",
+        "7",
+        '"text"',
+        "null",
+        '{"kind": "a", "prompt": "b"}',
+        '{"kind": "a", "prompt": "b", "response": 5}',
+        '{"kind": "a", "prompt": null, "response": "c"}',
+        '{"kind": "a", "prompt": ["b"], "response": "c"}',
+        r'{"kind": "a", "prompt": "\ud800", "response": "c"}',
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
+    path = write_lines(tmp_path / "train-3.jsonl.xz", [GOOD, GOOD, line, GOOD])
+    with pytest.raises(BadTrainingData, match=r"train-3\.jsonl\.xz .* line 3 ") as caught:
+        list(data.read_pairs(path))
+    assert '"response"' in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_a_file_that_is_no_xz_text_is_named(tmp_path: Path) -> None:
+    whole = lzma.compress("\n".join([GOOD] * 1000).encode())
+    for name, content in (
+        ("plain", GOOD.encode()),
+        ("cut", whole[: len(whole) // 2]),
+        ("cut-end", whole[:-1]),
+        ("latin", lzma.compress(b'{"kind": "\xff"}')),
+    ):
+        path = tmp_path / name
+        path.write_bytes(content)
+        with pytest.raises(BadTrainingData, match=f"/{name} as training data"):
+            list(data.read_pairs(path))
+    with pytest.raises(BadTrainingData, match="/absent"):
+        list(data.read_pairs(tmp_path / "absent"))
+
+
+def test_corpus_folder_needs_both_kinds_of_file(tmp_path: Path) -> None:
+    folder = small_corpus(tmp_path / "corpus")
+    train, valid = data.corpus_files(folder)
+    assert [path.name for path in train] == ["train-0.jsonl.xz", "train-1.jsonl.xz"]
+    valid.rename(folder / "other")
+    for bad in (folder, tmp_path / "absent"):
+        with pytest.raises(BadTrainingData, match=r"valid\.jsonl\.xz"):
+            data.corpus_files(bad)
+
+
+# Rendering
+
+
+def test_rows_equal_the_official_encoding(tmp_path: Path) -> None:
+    recipe = pytest.importorskip("deepseek_recipe")
+    file = write_tokenizer(tmp_path)
+    tokenizer, renderer = Tokenizer(file), data.Renderer(file)
+    special = tokenizer.special_ids
+    turns = [
+        Turn("What is your name? 42", "Lily."),
+        Turn(f"<think> {SPECIALS['bos'].spelling}{SPECIALS['eos'].spelling}\n", "naïve 你好 😀"),
+        Turn("", "x"),
+    ]
+    want = [special["bos"]]
+    for turn in turns:
+        want += [special["user"], *tokenizer.encode(turn.user, bos=False), special["assistant"], special["think_close"]]
+        want += [*tokenizer.encode(turn.answer, bos=False), special["eos"]]
+    assert renderer.ids(turns) == want
+    encoding = recipe.DeepseekV41Encoding().with_tokenizer(recipe.Tokenizer.from_file(str(file)))
+    messages = [m for t in turns for m in (recipe.UserMessage(t.user), recipe.AssistantMessage(t.answer))]
+    official = list(encoding.encode(recipe.Conversation(messages, thinking_mode=False)))
+    assert official == [*want, special["assistant"], special["think_close"]]
+    # and what serving is given as a prompt is the beginning of the row
+    prompt = recipe.Conversation(messages[:1], thinking_mode=False)
+    served = list(encoding.encode(prompt))
+    assert want[: len(served)] == served
+
+
+def test_template_texts_are_the_encodings_own_words() -> None:
+    texts = data.template_texts()
+    assert not any(special.spelling in text for text in texts for special in SPECIALS.values())
+    joined = "\n".join(texts)
+    for part in ("You are a helpful assistant.", "get_weather", "What is the weather in Paris?", "Reasoning Effort"):
+        assert part in joined
+
+
+# Loops
+
+
+def loops(document: list[int]) -> bool:
+    pieces = Counter(tuple(document[i : i + data.LOOP_TOKENS]) for i in range(len(document) - data.LOOP_TOKENS + 1))
+    return bool(pieces) and max(pieces.values()) >= data.LOOP_TIMES
+
+
+def flat(documents: list[list[int]]) -> tuple[data.Ids, Any]:
+    collected = data.Collected()
+    for document in documents:
+        collected.add(document)
+    return collected.flat()
+
+
+@given(st.lists(st.lists(st.integers(0, 1), max_size=60), max_size=6))
+def test_loops_are_found_as_by_counting(documents: list[list[int]]) -> None:
+    assert list(data.looping(*flat(documents))) == [loops(document) for document in documents]
+
+
+def test_the_edge_of_a_loop() -> None:
+    piece = [65535, 1, 2, 3, 4, 5, 6, 7]
+    apart = [[*piece, 100 + i] for i in range(4)]
+    three, four = [id for part in apart[:3] for id in part], [id for part in apart for id in part]
+    short = [9] * 10  # three pieces
+    across = [piece, piece, piece, piece]  # one in each document
+    documents = [three, four, short, [9] * 11, *across, [], [5]]
+    assert list(data.looping(*flat(documents))) == [False, True, False, True, *[False] * 6]
+    ids, kept, dropped = data.without_loops(*flat(documents))
+    assert (kept, dropped) == (8, 2)
+    assert ids.tolist() == [id for d in documents if not loops(d) for id in d]
+
+
+def test_no_documents() -> None:
+    ids, starts = flat([])
+    assert data.looping(ids, starts).shape == (0,)
+    assert data.without_loops(ids, starts)[1:] == (0, 0)
+
+
+# Token files
+
+
+@pytest.mark.parametrize("ids", [[], [0], [0, 1, 65535, 256, 255]])
+def test_token_files_come_back(tmp_path: Path, ids: list[int]) -> None:
+    path = tmp_path / "a.ids.xz"
+    assert data.write_ids(path, np.array(ids, dtype=np.uint16)) == path.stat().st_size
+    back = data.read_ids(path)
+    assert back.dtype == np.uint16
+    assert back.tolist() == ids
+    assert lzma.decompress(path.read_bytes()) == b"".join(id.to_bytes(2, "little") for id in ids)
+
+
+def test_a_damaged_token_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.ids.xz"
+    for content in (b"", b"plain", lzma.compress(b"abc"), lzma.compress(bytes(1000))[:-9]):
+        path.write_bytes(content)
+        with pytest.raises(BadTrainingData, match=r"a\.ids\.xz"):
+            data.read_ids(path)
+    path.unlink()
+    with pytest.raises(BadTrainingData, match=r"a\.ids\.xz"):
+        data.read_ids(path)
+
+
+def manifest(**changes: Any) -> data.Manifest:
+    values: dict[str, Any] = {
+        "format": data.FORMAT,
+        "seed": 4,
+        "vocab_size": 512,
+        "parts": {"prose": ["b", "a"]},
+        "tokens": {"prose": 5},
+        "documents": {"prose": 2},
+        "looping_dropped": 1,
+    }
+    return data.Manifest(**values | changes)
+
+
+def test_manifest_comes_back(tmp_path: Path) -> None:
+    manifest().write(tmp_path)
+    assert data.Manifest.read(tmp_path) == manifest()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "{}", '{"format": 1, "other": 2}'])
+def test_a_bad_manifest_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / data.MANIFEST).write_text(text)
+    with pytest.raises(BadTrainingData, match=r"data\.json.*benthic train data"):
+        data.Manifest.read(tmp_path)
+
+
+def test_a_manifest_of_another_format_or_none(tmp_path: Path) -> None:
+    with pytest.raises(BadTrainingData, match=r"data\.json.*no such file.*benthic train data"):
+        data.Manifest.read(tmp_path)
+    manifest(format=data.FORMAT + 1).write(tmp_path)
+    with pytest.raises(BadTrainingData, match=f"format {data.FORMAT + 1}, want {data.FORMAT}"):
+        data.Manifest.read(tmp_path)
+
+
+def test_a_part_is_its_files_in_order(tmp_path: Path) -> None:
+    data.write_ids(tmp_path / "a", np.array([0, 7], dtype=np.uint16))
+    data.write_ids(tmp_path / "b", np.array([0, 8, 511], dtype=np.uint16))
+    assert data.read_part(tmp_path, manifest(), "prose").tolist() == [0, 8, 511, 0, 7]
+    with pytest.raises(BadTrainingData, match="no part 'copy'; it has prose"):
+        data.read_part(tmp_path, manifest(), "copy")
+    with pytest.raises(BadTrainingData, match=r"5 ids up to 511, data\.json says 6 ids below 512"):
+        data.read_part(tmp_path, manifest(tokens={"prose": 6}), "prose")
+    with pytest.raises(BadTrainingData, match=r"ids up to 511, data\.json says 5 ids below 511"):
+        data.read_part(tmp_path, manifest(vocab_size=511), "prose")
+    (tmp_path / "a").unlink()
+    with pytest.raises(BadTrainingData, match="/a as training data"):
+        data.read_part(tmp_path, manifest(), "prose")
+
+
+# Rows
+
+
+def documents_of(sizes: list[int]) -> tuple[data.Ids, Any]:
+    """Documents of these lengths, told apart by their second id, if they have one."""
+    return flat([[BOS, *[100 + i] * (size - 1)] for i, size in enumerate(sizes)])
+
+
+def split_row(row: list[int]) -> list[tuple[int, ...]]:
+    while row and row[-1] == PAD:
+        row.pop()
+    starts = [i for i, id in enumerate(row) if id == BOS]
+    assert starts[:1] == [0]
+    return [tuple(row[a:b]) for a, b in zip(starts, [*starts[1:], len(row)], strict=True)]
+
+
+@pytest.mark.parametrize("sizes", [[1], [16], [17], [40], [1] * 33, [16, 16, 1], [9, 8, 8, 7, 5, 5, 3, 3, 40, 17, 1]])
+def test_every_document_is_packed_once_and_whole(sizes: list[int]) -> None:
+    length = 16
+    ids, starts = documents_of(sizes)
+    assert data.document_starts(ids, BOS).tolist() == starts.tolist()
+    rows = data.pack_rows(ids, starts, length, PAD, np.random.default_rng(1))
+    assert rows.shape[1] == length
+    got = sorted(document for row in rows.tolist() for document in split_row(row))
+    assert got == sorted((BOS, *[100 + i] * (min(size, length) - 1)) for i, size in enumerate(sizes))
+
+
+def test_packing_wastes_little_and_depends_on_the_seed_alone() -> None:
+    sizes = np.random.default_rng(0).integers(20, 400, 10_000).tolist()  # more than one window
+    ids, starts = documents_of(sizes)
+    first, again, other = (data.pack_rows(ids, starts, 1024, PAD, np.random.default_rng(seed)) for seed in (1, 1, 2))
+    assert (first == again).all()
+    assert first.shape != other.shape or (first != other).any()
+    assert sum(sizes) / first.size > 0.98
+    assert Counter(first.flatten().tolist())[PAD] == first.size - sum(sizes)
+
+
+def test_one_document_a_row() -> None:
+    ids, starts = documents_of([3, 1, 6])
+    assert data.one_per_row(ids, starts, 4, PAD).tolist() == [
+        [BOS, 100, 100, PAD],
+        [BOS, PAD, PAD, PAD],
+        [BOS, 102, 102, 102],
+    ]
+    assert data.one_per_row(ids[:0], starts[:1], 4, PAD).shape == (0, 4)
+
+
+# The whole folder
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, data.Manifest, dict[str, Any]]:
+    root = tmp_path_factory.mktemp("built")
+    looping = {"kind": "story", "prompt": "Go on.", "response": "The dog ran to the house and back. " * 12}
+    corpus = write_corpus(root / "corpus", [pairs(1, 60), [*pairs(2, 20), looping]], [*pairs(3, 12), looping])
+    return root, *data.build(corpus, root / "out", small_json(), 3, {"needle": 4000, "copy": 2000}, quiet)
+
+
+def test_folder_is_described_by_its_manifest(built: Any) -> None:
+    root, manifest, config = built
+    out = root / "out"
+    assert data.Manifest.read(out) == manifest
+    ladder = {f"ladder-{n}": 64 for n in data.NEEDLE_LADDER}
+    assert manifest.parts["prose"] == ["prose-0.ids.xz", "prose-1.ids.xz"]
+    assert {"prose": 80, "valid": 13, **ladder}.items() <= manifest.documents.items()
+    assert manifest.looping_dropped == 1
+    assert 4000 <= manifest.tokens["needle"] < 4000 + 3000
+    assert 2000 <= manifest.tokens["copy"] < 2000 + 1000
+    listed = [name for names in manifest.parts.values() for name in names]
+    assert sorted([*listed, FILE_NAME, "config.json", data.MANIFEST]) == sorted(p.name for p in out.iterdir())
+    assert json.loads((out / "config.json").read_text()) == config
+    for part in manifest.parts:
+        ids = data.read_part(out, manifest, part)
+        assert len(data.document_starts(ids, config["bos_token_id"])) - 1 == manifest.documents[part]
+
+
+def test_folder_holds_the_corpus(built: Any) -> None:
+    root, manifest, _ = built
+    tokenizer = Tokenizer.from_dir(root / "out")
+    s = {name: special.spelling for name, special in SPECIALS.items()}
+    text = tokenizer.decode(data.read_part(root / "out", manifest, "prose").tolist())
+    want = "".join(
+        f"{s['bos']}{s['user']}{row['prompt']}{s['assistant']}{s['think_close']}{row['response']}{s['eos']}"
+        for row in [*pairs(1, 60), *pairs(2, 20)]
+    )
+    assert text == want
+
+
+def test_held_out_parts_share_nothing_with_training(built: Any) -> None:
+    root, manifest, config = built
+    tokenizer = Tokenizer.from_dir(root / "out")
+    texts: dict[str, set[str]] = {}
+    for part in manifest.parts:
+        ids = data.read_part(root / "out", manifest, part)
+        starts = data.document_starts(ids, config["bos_token_id"])
+        texts[part] = {tokenizer.decode(ids[a:b].tolist()) for a, b in pairwise(starts)}
+    for training, held_out in (
+        ("prose", ["valid"]),
+        ("copy", ["copy-held-out"]),
+        ("needle", ["needle-held-out", *(f"ladder-{n}" for n in data.NEEDLE_LADDER)]),
+    ):
+        for part in held_out:
+            assert texts[part]
+            assert not texts[training] & texts[part]
+
+
+def test_config_is_completed_from_the_tokenizer(built: Any) -> None:
+    root, _, config = built
+    tokenizer = Tokenizer.from_dir(root / "out")
+    ids, text = tokenizer.special_ids, config["text_config"]
+    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (
+        ids["bos"],
+        ids["eos"],
+        ids["pad"],
+    )
+    assert config["image_token_id"] == ids["image"]
+    assert text["engram_pad_token_id"] == ids["pad"]
+    assert text["dspark_noise_token_id"] == ids["system"]
+    assert text["engram_compressed_vocab_size"] == len(set(tokenizer.engram_classes().tolist()))
+    assert ModelConfig.from_json(config).text.vocab_size == len(tokenizer)
+
+
+def test_the_same_arguments_give_the_same_bytes(built: Any) -> None:
+    root, manifest, _ = built
+    again, _ = data.build(root / "corpus", root / "again", small_json(), 3, {"needle": 4000, "copy": 2000}, quiet)
+    assert again == manifest
+    for path in (root / "out").iterdir():
+        assert (root / "again" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def build_from(folder: Path, train: list[dict[str, str]], valid: list[dict[str, str]], **overrides: Any) -> None:
+    corpus = write_corpus(folder / "corpus", [train], valid)
+    data.build(corpus, folder / "out", small_json(**overrides), 0, {"needle": 100, "copy": 100}, quiet)
+
+
+def test_a_corpus_that_cannot_teach_is_refused(tmp_path: Path) -> None:
+    good = pairs(1, 60)
+    bad = [{**row, "response": "x"} for row in pairs(3, 5)]
+    with pytest.raises(BadTrainingData, match=r"tokenizer\.json .* ids, the model config 4096; .*larger corpus"):
+        build_from(tmp_path / "little", pairs(1, 1), good, vocab_size=4096)
+    with pytest.raises(BadTrainingData, match=r"valid\.jsonl\.xz .*0 sentences of 20 to 200 characters"):
+        build_from(tmp_path / "valid", good, bad)
+    with pytest.raises(BadTrainingData, match=r"train-0\.jsonl\.xz .*0 sentences of 20 to 200 characters"):
+        one = [{**row, "response": row["response"].replace(".", ";") * 2} for row in good]
+        build_from(tmp_path / "train", one, good)
+    with pytest.raises(BadTrainingData, match=r"train-0\.jsonl\.xz .*0 different words .*need 7"):
+        build_from(tmp_path / "words", [{**row, "prompt": "Write it"} for row in good], good)
+    for folder in ("little", "valid", "train", "words"):
+        with pytest.raises(BadTrainingData):
+            data.Manifest.read(tmp_path / folder / "out")
+
+
+def test_a_bad_model_config_is_refused_first(tmp_path: Path) -> None:
+    corpus = small_corpus(tmp_path / "corpus")
+    template = small_json()
+    cases: list[tuple[dict[str, Any], type[Exception]]] = [
+        ({}, MissingConfigKey),
+        ({**template, "text_config": {**template["text_config"], "hidden_size": 100}}, BadConfigKey),
+        ({**template, "text_config": {**template["text_config"], "vocab_size": 129_280}}, BadTrainingData),
+    ]
+    for config, error in cases:
+        with pytest.raises(error, match="the model config"):
+            data.build(corpus, tmp_path / "out", config, 0, {"needle": 100, "copy": 100}, quiet)
+    assert not (tmp_path / "out").exists()
