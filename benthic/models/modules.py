@@ -111,8 +111,8 @@ class Embedding(nn.Module):
 class PackedTable(nn.Module):
     """A lookup table kept in its FP8 bytes, one power-of-two scale per 32 channels; rows dequantise on reading.
 
-    The tables are the bulk of the parameters, so they are never expanded and never copied: the tensors are the
-    checkpoint's own, which may be a memory map.
+    The tables are the bulk of the parameters, so they are never expanded, and on the CPU never copied: the tensors are
+    the checkpoint's own, which may be a memory map.
     """
 
     def __init__(self, rows: int, channels: int, numerics: Numerics):
@@ -128,5 +128,6 @@ class PackedTable(nn.Module):
         return quant.dequantise_fp8(codes, self.scales[rows], self.dtype)
 
     def load(self, source: TensorSource, name: str) -> None:
-        self.codes = source.tensor(f"{name}.weight")
-        self.scales = source.tensor(f"{name}.scale").view(torch.uint8)
+        device = self.codes.device  # the model's; on the CPU nothing moves
+        self.codes = source.tensor(f"{name}.weight").to(device)
+        self.scales = source.tensor(f"{name}.scale").view(torch.uint8).to(device)

@@ -43,7 +43,8 @@ def test_every_tensor_of_the_checkpoint_is_read(checkpoint: Checkpoint) -> None:
 
 def run(model: deepseek_v41.DeepseekV41, ids: list[int], lengths: list[int], *, poison: bool = True) -> Tensor:
     """Logits of every position, the ids cut into chunks of `lengths`, one chunk a step, slot 2 and blocks from 5 on."""
-    storage = Storage(model.cache_spec, 12, 3)
+    device = model.classes.device
+    storage = Storage(model.cache_spec, 12, 3, device)
     if poison:
         storage.poison()
     out: list[Tensor] = []
@@ -52,19 +53,19 @@ def run(model: deepseek_v41.DeepseekV41, ids: list[int], lengths: list[int], *, 
         rows = range(at, at + length)
         history = [[ids[p - 1 - i] if p - 1 - i >= 0 else -1 for i in range(3)] for p in rows]
         batch = Batch(
-            ids=torch.tensor(ids[at : at + length]),
-            positions=torch.arange(at, at + length),
-            history=torch.tensor(history),
+            ids=torch.tensor(ids[at : at + length], device=device),
+            positions=torch.arange(at, at + length, device=device),
+            history=torch.tensor(history, device=device),
             images=None,
             embeds=None,
             starts=(0, length),
             firsts=(at,),
             slots=(2,),
             tables=(tuple(range(5, 12)),),
-            logit_rows=torch.arange(length),
+            logit_rows=torch.arange(length, device=device),
         )
         with torch.inference_mode():
-            out.append(model.logits(model.forward(batch, model.memory(storage, batch)).hidden))
+            out.append(model.logits(model.forward(batch, model.memory(storage, batch)).hidden).cpu())
         at += length
     return torch.cat(out)
 
@@ -81,6 +82,14 @@ def test_chunks_do_not_change_logits(checkpoint: Checkpoint, lengths: list[int])
     # a near tie in a selection may flip a row and those after it; these tokens have none
     assert (whole - cut).abs().max() < 2e-5
     assert torch.equal(whole.argmax(-1), cut.argmax(-1))
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_same_logits(checkpoint: Checkpoint) -> None:
+    on_cpu = deepseek_v41.from_checkpoint(checkpoint, NUMERICS["float"])
+    on_gpu = deepseek_v41.from_checkpoint(checkpoint, NUMERICS["float"], "cuda")
+    ids = tokens(150)
+    assert (run(on_cpu, ids, [150]) - run(on_gpu, ids, [37, 112, 1])).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("numerics", ["reference", "production"])
