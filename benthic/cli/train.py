@@ -162,14 +162,14 @@ def _backbone(args: argparse.Namespace) -> int:
             result["packed_bytes"] = pack.write(args.pack, args.data, config_json, masters, settings.seed, replace=True)
         evaluator = evaluate.Evaluator(trainer, args.data, manifest, tokenizer)
         result |= evaluate.report(trainer, evaluator, documents=args.documents)
+        if device.type == "cuda":
+            result["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
+            result["device"] = torch.cuda.get_device_name(device)
+        loop.plot(args.out)
+        result |= {"torch": torch.__version__, "total_seconds": time.monotonic() - begin}
+        (args.out / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         if args.profile is not None:
             args.profile.write_text(loop.profile(trainer, loader.next()), encoding="utf-8")
-    if device.type == "cuda":
-        result["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
-        result["device"] = torch.cuda.get_device_name(device)
-    loop.plot(args.out)
-    result |= {"torch": torch.__version__, "total_seconds": time.monotonic() - begin}
-    (args.out / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     _show(result, args.json)
     return 0
 

@@ -9,6 +9,7 @@ import logging
 import math
 import pickle
 import time
+import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -298,13 +299,15 @@ class Trainer:
 
 def read_state(path: Path, device: torch.device) -> dict[str, Any]:
     """What `Trainer.save` wrote. Raises BadTrainingState."""
+    if not path.is_file():
+        raise BadTrainingState(path, "no such file; `benthic train backbone` makes it")
+    if not zipfile.is_zipfile(path):  # cut short, or anything else: torch would take it for a pickle
+        raise BadTrainingState(path, "it is no saved state, or a damaged one")
     try:
         state = torch.load(path, map_location=device, weights_only=True)
-    except FileNotFoundError:
-        raise BadTrainingState(path, "no such file; `benthic train backbone` makes it") from None
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        reason = str(error).partition("\n")[0] or "it is empty"
-        raise BadTrainingState(path, f"it is no saved state, or a damaged one ({reason})") from error
+    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+        reason = str(error).partition("\n")[0]
+        raise BadTrainingState(path, f"it is no saved state, or a damaged one: {reason}") from error
     keys = {"optimiser", "biases", "steps", "settings", "seconds", "loader"}
     if not isinstance(state, dict) or state.keys() != keys:
         raise BadTrainingState(path, "it is no saved state of a backbone run")
@@ -403,7 +406,7 @@ def run(
                 trainer.enter(phase)
             factor = rate_factor(share, settings)
             values = trainer.step(next(batches), phase, factor)
-            done = trainer.steps - before
+            done = trainer.steps - 1 - before  # when this step began
             row: dict[str, float] = dict(
                 step=trainer.steps,
                 seconds=seconds,
@@ -443,6 +446,9 @@ def profile(trainer: Trainer, ids: Tensor, steps: int = 5) -> str:
     from torch.profiler import profile as trace
 
     text: list[str] = []
+    activities, sort_by = [ProfilerActivity.CPU], "self_cpu_time_total"
+    if trainer.device.type == "cuda":
+        activities, sort_by = [ProfilerActivity.CPU, ProfilerActivity.CUDA], "self_device_time_total"
     for phase in (Phase(False, False), Phase(True, False), Phase(True, True)):
         trainer.enter(phase)
         trainer.step(ids, phase, 0.0)
@@ -456,9 +462,9 @@ def profile(trainer: Trainer, ids: Tensor, steps: int = 5) -> str:
             f"{phase}: {1e3 * wall / steps:.1f} ms a step, {ids.numel() * steps / wall:.0f} tokens/s, "
             f"{1e3 * launched / steps:.1f} ms to launch it"
         )
-        with trace(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
+        with trace(activities=activities) as traced:
             trainer.step(ids, phase, 0.0).tolist()
-        text.append(traced.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=90))
+        text.append(traced.key_averages().table(sort_by=sort_by, row_limit=45, max_name_column_width=90))
     return "\n".join(text)
 
 

@@ -82,7 +82,7 @@ def small_json(**overrides: Any) -> dict[str, Any]:
         "engram_layer_ids": [1],
         "engram_vocab_size": 100,
         "engram_head_dim": 32,
-        "engram_compressed_vocab_size": 512,
+        "engram_compressed_vocab_size": 440,  # of the 512 ids of `testing.tokenizers`
         "num_nextn_predict_layers": 1,
         "dspark_noise_token_id": 494,
         "dspark_target_layer_ids": [2, 3],

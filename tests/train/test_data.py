@@ -374,12 +374,12 @@ def build_from(folder: Path, train: list[dict[str, str]], valid: list[dict[str, 
 def test_a_corpus_that_cannot_teach_is_refused(tmp_path: Path) -> None:
     good = pairs(1, 60)
     bad = [{**row, "response": "x"} for row in pairs(3, 5)]
+    one = [{**row, "response": row["response"].replace(".", ";") * 2} for row in good]  # a single long sentence
     with pytest.raises(BadTrainingData, match=r"tokenizer\.json .* ids, the model config 4096; .*larger corpus"):
         build_from(tmp_path / "little", pairs(1, 1), good, vocab_size=4096)
     with pytest.raises(BadTrainingData, match=r"valid\.jsonl\.xz .*0 sentences of 20 to 200 characters"):
         build_from(tmp_path / "valid", good, bad)
     with pytest.raises(BadTrainingData, match=r"train-0\.jsonl\.xz .*0 sentences of 20 to 200 characters"):
-        one = [{**row, "response": row["response"].replace(".", ";") * 2} for row in good]
         build_from(tmp_path / "train", one, good)
     with pytest.raises(BadTrainingData, match=r"train-0\.jsonl\.xz .*0 different words .*need 7"):
         build_from(tmp_path / "words", [{**row, "prompt": "Write it"} for row in good], good)

@@ -1,0 +1,272 @@
+"""`benthic train`: a corpus becomes a checkpoint that generates, on a CPU; bad input is one line and its exit code."""
+
+import csv
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benthic.cli.main import main
+from benthic.models.weights import Checkpoint
+from benthic.train import data, loop
+from tests.train.small import small_corpus, small_json
+
+DATA = ("--needle-tokens", "3000", "--copy-tokens", "1500")
+RUN = (
+    *(
+        "--device",
+        "cpu",
+        "--rows",
+        "3",
+        "--length",
+        "64",
+        "--needle-rows",
+        "1",
+        "--copy-rows",
+        "1",
+        "--index-rows",
+        "1",
+    ),
+    *("--documents", "2", "--topk-from", "0.3", "--quantise-from", "0.6"),
+)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    try:
+        code = main(["train", *map(str, arguments)])
+    except SystemExit as stopped:  # argparse
+        code = int(str(stopped.code))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def good(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    code, out, err = run(capsys, *arguments, "--json")
+    assert code == 0, err
+    assert out.count("\n") == 1
+    return json.loads(out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -> str:
+    """The one line of an error."""
+    got, out, err = run(capsys, *arguments)
+    assert (got, out) == (code, ""), err
+    assert "Traceback" not in err
+    assert "fault in Benthic" not in err
+    if not err.startswith("usage"):
+        assert err.startswith("benthic: ")
+        assert err.count("\n") == 1
+    return err
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a corpus, a model config and the data folder made from them."""
+    root = tmp_path_factory.mktemp("train")
+    small_corpus(root / "corpus")
+    (root / "config.json").write_text(json.dumps(small_json()))
+    corpus, config = root / "corpus", root / "config.json"
+    arguments = ["train", "data", "--corpus", corpus, "--out", root / "data", "--config", config, *DATA]
+    assert main(list(map(str, arguments))) == 0
+    return root
+
+
+def test_from_a_corpus_to_generated_text(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, packed = tmp_path / "run", tmp_path / "model"
+    backbone = ("backbone", "--data", root / "data", "--out", out, *RUN, "--seconds", "2")
+    # a pause after about a second, then the same command again
+    first = good(capsys, *backbone, "--pause", "--limit-seconds", "1", "--reserve-seconds", "1")
+    assert first["seconds"] < 2
+    assert not (out / "result.json").exists()
+    second = good(capsys, *backbone, "--pause", "--pack", packed)
+    assert second["step"] > first["step"]
+    assert second["quantised"] == 1
+    assert second["packed_bytes"] == sum(path.stat().st_size for path in packed.iterdir())
+    assert second.items() >= json.loads((out / "result.json").read_text()).items()
+    assert second["float_bits_per_byte"] > 0
+    assert {f"packed_exact_ladder-{n}" for n in data.NEEDLE_LADDER} < second.keys()
+    assert str(tmp_path) not in (out / "result.json").read_text()
+    assert (out / loop.PLOT_FILE).read_bytes().startswith(b"\x89PNG")
+    with (out / loop.LOG_FILE).open(newline="") as file:
+        steps = [int(row["step"]) for row in csv.DictReader(file)]
+    assert steps == list(range(1, second["step"] + 1))
+    # nothing is left: the command packs and measures once more
+    third = good(capsys, *backbone, "--pack", packed)
+    assert "step" not in third
+    assert third["packed_nats_per_token"] == pytest.approx(second["packed_nats_per_token"])
+
+    other = tmp_path / "packed"
+    result = good(capsys, "pack", "--data", root / "data", "--run", out, "--out", other)
+    assert result == {"folder": str(other), "bytes": second["packed_bytes"], "steps": second["step"]}
+    assert Checkpoint.open(other).digest() == Checkpoint.open(packed).digest()
+    assert "already exists" in refused(capsys, 2, "pack", "--data", root / "data", "--run", out, "--out", other)
+    good(capsys, "pack", "--data", root / "data", "--run", out, "--out", other, "--replace")
+
+    arguments = ["generate", "--model", str(packed), "--prompt", "Lily", "--max-tokens", "8"]
+    assert main([*arguments, "--temperature", "0", "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert 1 <= body["usage"]["completion_tokens"] == len(body["token_ids"]) <= 8
+    assert body["finish_reason"] in ("stop", "length")
+
+
+def test_data_says_what_it_made(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ("data", "--corpus", root / "corpus", "--config", root / "config.json", *DATA)
+    result = good(capsys, *command, "--out", tmp_path / "a")
+    manifest = data.Manifest.read(root / "data")
+    assert result["tokens"] == manifest.tokens
+    assert result["documents"] == manifest.documents
+    assert result["bytes"] == sum(path.stat().st_size for path in (tmp_path / "a").iterdir())
+    code, out, err = run(capsys, *command, "--out", tmp_path / "b")
+    assert (code, err) == (0, "")
+    assert f"{manifest.documents['prose']} documents" in " ".join(out.split())
+
+
+def test_a_profile_comes_after_everything_else(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+
+    def profile(trainer: loop.Trainer, ids: torch.Tensor) -> str:
+        assert (out / "result.json").is_file()
+        return f"{trainer.steps} steps, {tuple(ids.shape)}"
+
+    monkeypatch.setattr(loop, "profile", profile)
+    arguments = ("--data", root / "data", "--out", out, *RUN, "--seconds", "0.1", "--profile", tmp_path / "profile.txt")
+    code, shown, err = run(capsys, "backbone", *arguments)
+    assert code == 0, err
+    assert "packed_bits_per_byte" in shown
+    assert (tmp_path / "profile.txt").read_text().endswith(" steps, (3, 64)")
+
+
+# Refused
+
+
+def test_a_missing_or_bad_corpus(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ("data", "--config", root / "config.json", "--out", tmp_path / "out", "--corpus")
+    assert "want train-*.jsonl.xz and valid.jsonl.xz" in refused(capsys, 2, *command, tmp_path / "absent")
+    shutil.copytree(root / "corpus", tmp_path / "corpus")
+    (tmp_path / "corpus" / "train-1.jsonl.xz").write_bytes(b"no xz")
+    assert "train-1.jsonl.xz" in refused(capsys, 2, *command, tmp_path / "corpus")
+
+
+def test_a_missing_or_bad_model_config(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ("data", "--corpus", root / "corpus", "--out", tmp_path / "out", "--config", tmp_path / "config.json")
+    assert "config.json does not exist" in refused(capsys, 1, *command)
+    (tmp_path / "config.json").write_text("{")
+    assert "not valid JSON" in refused(capsys, 1, *command)
+    (tmp_path / "config.json").write_text("{}")
+    assert "architectures is missing" in refused(capsys, 1, *command)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_packaged_config_needs_a_larger_corpus(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ("data", "--corpus", root / "corpus", "--out", tmp_path / "out")
+    assert "the model config 4096; the text it was trained on holds too little" in refused(capsys, 2, *command)
+
+
+def test_a_missing_or_bad_data_folder(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "data"
+    command = ("backbone", "--out", tmp_path / "run", *RUN, "--data", folder)
+    assert "data.json as training data: no such file; make the folder with `benthic train data`" in refused(
+        capsys, 2, *command
+    )
+    shutil.copytree(root / "data", folder)
+    (folder / "needle.ids.xz").unlink()
+    assert "needle.ids.xz" in refused(capsys, 2, *command)
+    (folder / "config.json").unlink()
+    assert "config.json does not exist" in refused(capsys, 1, *command)
+    (folder / "tokenizer.json").unlink()
+    assert "tokenizer.json does not exist" in refused(capsys, 1, *command)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:99", "meta", "nothing", "cpu:x"])
+def test_a_device_that_is_not_there(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], device: str
+) -> None:
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    error = refused(capsys, 2, "backbone", "--data", root / "data", "--out", tmp_path, "--device", device)
+    assert f"device {device} cannot be used" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            ("--rows", "2"),
+            "setting rows is 2 (from the settings of the run), want more than the 2 needle and copy rows",
+        ),
+        (("--length", "63"), "setting length is 63"),
+        (("--seconds", "-1"), "setting seconds is -1.0"),
+        (("--seconds", "nan"), "setting seconds is nan"),
+        (("--topk-from", "2"), "setting topk_from is 2.0"),
+        (("--seed", "-1"), "setting seed is -1"),
+        (("--rows", "many"), "argument --rows: invalid int value: 'many'"),
+        (("--documents", "0"), "argument --documents: '0' is no whole number of 1 or more"),
+        (("--limit-seconds", "-5"), "argument --limit-seconds: '-5' is no time of 0 seconds or more"),
+        (("--limit-seconds", "soon"), "argument --limit-seconds: 'soon' is no time of 0 seconds or more"),
+        (("--limit-seconds", "nan"), "argument --limit-seconds: 'nan' is no time of 0 seconds or more"),
+    ],
+)
+def test_bad_settings(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], text: str
+) -> None:
+    error = refused(capsys, 2, "backbone", "--data", root / "data", "--out", tmp_path / "run", *RUN, *arguments)
+    assert text in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_limit_of_no_time_is_a_limit(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (
+        "--data",
+        root / "data",
+        "--out",
+        tmp_path,
+        *RUN,
+        "--seconds",
+        "1000",
+        "--limit-seconds",
+        "0",
+        "--pause",
+    )
+    result = good(capsys, "backbone", *arguments)
+    assert result["total_seconds"] < 60
+
+
+def test_a_run_with_other_settings(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ("backbone", "--data", root / "data", "--out", tmp_path, *RUN, "--limit-seconds", "0", "--pause")
+    good(capsys, *command)
+    assert "other settings (seed)" in refused(capsys, 2, *command, "--seed", "1")
+    (tmp_path / loop.STATE_FILE).write_bytes(b"")
+    assert "state.pt: it is no saved state, or a damaged one" in refused(capsys, 2, *command)
+
+
+def test_pack_needs_the_state_of_a_run(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ("pack", "--data", root / "data", "--run", tmp_path / "run", "--out", tmp_path / "out")
+    assert "state.pt: no such file; `benthic train backbone` makes it" in refused(capsys, 2, *command)
+    assert "config.json does not exist" in refused(capsys, 1, *command, "--data", tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_the_end_needs_is_asked_for_before_the_beginning(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("backbone", "--data", root / "data", "--out", tmp_path / "run", *RUN, "--pack", tmp_path / "model")
+    with monkeypatch.context() as patch:
+        patch.setattr("benthic.train.pack.MAX_BYTES", 1000)
+        assert "over the limit of 1000" in refused(capsys, 1, *command)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install 'benthic[train]'" in refused(capsys, 1, *command)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("arguments", [(), ("backbone",), ("data", "--corpus", "x"), ("pack", "--run", "x"), ("fly",)])
+def test_usage(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
+    assert "benthic train" in refused(capsys, 2, *arguments)
