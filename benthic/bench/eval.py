@@ -140,6 +140,7 @@ def run(settings: Config, options: Options, progress: Callable[[str, int], None]
         looping = sum(story["loops"] for story in told) / len(told)
         measures.append({"name": "stories that loop", "value": looping, "unit": "share"})
     return found | {
+        "versions": report.versions(),
         "documents": scored.documents,
         "tokens": scored.tokens,
         "bytes": scored.bytes,

@@ -85,7 +85,7 @@ def _git(folder: Path, *words: str) -> str:
 
 
 def header(bench: str, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """All but the numbers."""
+    """All but the numbers, and but `versions`, which can be told once the engine has chosen its kernels."""
     return {
         "bench": bench,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -95,7 +95,6 @@ def header(bench: str, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
         "settings": settings,
         "hardware": hardware(),
         "load_before": os.getloadavg()[0],  # other work on the machine spoils the numbers
-        "versions": versions(),
     }
 
 

@@ -425,6 +425,7 @@ def run(config: Config, options: Options, say: Callable[[str], None] = lambda _:
             say(f"peer {options.peer}")
             measures += _against_peer(llm, model, options)
     return head | {
+        "versions": report.versions(),
         "threads": threads,
         "rates": {
             "read_bytes_per_second": rates.read_bytes,

@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 HERE = Path(__file__).parent
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC")
 COMPILERS = ("cc", "gcc", "clang")  # tried in this order after the configured one
-COMPILE_SECONDS = 120  # a compiler that needs longer is given up
+COMPILE_SECONDS = 60  # a compiler that needs longer for one file is given up
 
 # kinds of arguments for `function`
 POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -213,8 +214,8 @@ def _compile(compiler: str, sources: list[Path], gomp: Path | None, path: Path) 
                 _run(link)
                 os.replace(out, path)
                 return
-            except Failed:
-                if not openmp:
+            except Failed as error:
+                if not openmp or not re.search(r"openmp|omp\.h|-l\w*omp", str(error)):
                     raise
 
 

@@ -8,13 +8,7 @@
 INLINE float largest(vf a, vf b) {
     vu x = as_u(a) & 0x7fffffffu, y = as_u(b) & 0x7fffffffu;
     vu m = pick_u(x > y, x, y);
-#ifdef WIDE_X86
     return f_of(_mm512_reduce_max_epu32((__m512i)m));
-#else
-    uint32_t r = m[0];
-    for (int i = 1; i < LANES; i++) r = m[i] > r ? m[i] : r;
-    return f_of(r);
-#endif
 }
 
 /* biased exponent of the smallest power of two at or above x > 0 */
@@ -91,12 +85,8 @@ INLINE vu widen_bytes(const uint8_t *p) {
 }
 /* E2M1 values of the low four bits of each lane; the bits above are ignored */
 INLINE vf nibble_values(vu x) {
-#ifdef WIDE_X86
     const vf table = {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0f, -0.5, -1, -1.5, -2, -3, -4, -6};
     return (vf)_mm512_permutexvar_ps((__m512i)x, (__m512)table);
-#else
-    return value_e2m1(x & 15u);
-#endif
 }
 /* (even, odd) values on the bfloat16 grid -> pairs */
 INLINE vu pair_exact(vf even, vf odd) { return (as_u(even) >> 16) | as_u(odd); }

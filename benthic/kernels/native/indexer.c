@@ -97,8 +97,7 @@ INLINE void score_tile(const bf16 *q, const float *w, int64_t heads, int64_t pai
 INLINE int64_t count_from(const uint16_t *x, int64_t n, uint16_t low) {
     int64_t count = 0, i = 0;
     typedef int16_t vs __attribute__((vector_size(64)));
-    vh2 level;
-    for (int l = 0; l < 32; l++) level[l] = low;
+    vh2 level = (vh2){0} + low;
     while (i + 32 <= n) {
         vs lanes = {0};
         int64_t end = n - n % 32 < i + 32 * 16384 ? n - n % 32 : i + 32 * 16384;

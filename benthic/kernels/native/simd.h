@@ -1,9 +1,8 @@
 /* Sixteen float lanes, bfloat16 pairs and rounding, for the native CPU kernels.
  *
- * Written with compiler vector extensions, so that any machine gcc or clang knows can run it; AVX-512 instructions are
- * used where the compiler would not find them. Every function here gives the same bits whatever the instruction set, but
- * for two things that belong to the machine: how `dot_pairs` rounds a sum of two products, and whether rounding to
- * bfloat16 keeps numbers below 2^-126 or makes them zero.
+ * For processors with AVX-512, with or without its bfloat16 instructions. With and without, every function gives the
+ * same bits but for two things: how `dot_pairs` rounds a sum of two products, and whether rounding to bfloat16 keeps
+ * numbers below 2^-126 or makes them zero.
  */
 #ifndef BENTHIC_SIMD_H
 #define BENTHIC_SIMD_H
@@ -13,13 +12,10 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#if !(defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__))
+#error "this processor has no AVX-512, for which the C kernels are written"
+#endif
 #include <immintrin.h>
-#define WIDE_X86 1
-#endif
-#if defined(WIDE_X86) && defined(__AVX512BF16__)
-#define PAIRS_X86 1
-#endif
 
 #define LANES 16
 #if defined(__clang__)
@@ -30,7 +26,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 /* keeps the compiler from reading a value again instead of holding it in a register */
-#if defined(WIDE_X86) && !defined(__clang__)
+#if !defined(__clang__)
 #define HOLD(x) __asm__("" : "+v"(x))
 #else
 #define HOLD(x) (void)(x)
@@ -64,13 +60,7 @@ INLINE vf at_least(vf x, vf low) { return pick(x < low, low, x); }
 INLINE vf at_most(vf x, vf high) { return pick(x > high, high, x); }
 INLINE vf magnitude(vf x) { return as_f(as_u(x) & splat_u(0x7fffffffu)); }
 INLINE vf fma_f(vf a, vf b, vf c) {
-#ifdef WIDE_X86
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#else
-    vf r;
-    for (int i = 0; i < LANES; i++) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
-    return r;
-#endif
 }
 
 /* ---- bfloat16 ---- */
@@ -86,7 +76,7 @@ INLINE float round_bf(float x) { return from_bf(to_bf(x)); }
 
 /* 16 floats rounded, as bfloat16 */
 INLINE vh narrow_bf(vf x) {
-#ifdef PAIRS_X86
+#ifdef __AVX512BF16__
     return (vh)_mm512_cvtneps_pbh((__m512)x);
 #else
     vu u = as_u(x);
@@ -115,7 +105,7 @@ INLINE vu pair_up(vh a, vh b) { return __builtin_convertvector(a, vu) | (__built
 
 /* acc + a.low * b.low + a.high * b.high, 16 lanes of bfloat16 pairs */
 INLINE vf dot_pairs(vf acc, vu a, vu b) {
-#ifdef PAIRS_X86
+#ifdef __AVX512BF16__
     return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
 #else
     acc = fma_f(as_f(a << 16), as_f(b << 16), acc);
@@ -172,13 +162,7 @@ INLINE float sum_lanes(vf a) {
     return b[0];
 }
 INLINE float max_lanes(vf a) {
-#ifdef WIDE_X86
     return _mm512_reduce_max_ps((__m512)a);
-#else
-    float m = a[0];
-    for (int i = 1; i < LANES; i++) m = a[i] > m ? a[i] : m;
-    return m;
-#endif
 }
 
 /* ---- exponential: 1 unit in the last place over the range in use; 0 below -87, infinity above 88.7 ---- */

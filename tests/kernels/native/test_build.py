@@ -1,5 +1,6 @@
 """Compile once, load from the cache, say why not."""
 
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,22 @@ def test_a_compiler_that_fails(tmp_path: Path) -> None:
     out, log = answer(say(tmp_path, mode="on", compiler=str(broken)))
     assert out == []
     assert "NativeBuildError" in log
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flag names an x86 processor")
+@pytest.mark.parametrize(("level", "works"), [("x86-64-v3", False), ("skylake-avx512", True)])
+def test_other_processors(tmp_path: Path, level: str, works: bool) -> None:
+    """Without AVX-512 nothing is built, and the reason is said at once; its bfloat16 instructions are not needed."""
+    code = (
+        "import torch; from benthic.kernels import backends, quant; from benthic.kernels.native import build;"
+        f"build.FLAGS = (*build.FLAGS, '-march={level}'); print(build.setup('auto', 'cc', {str(tmp_path)!r}).detail);"
+        "x = torch.randn(9, 64).bfloat16(); y = quant.roundtrip_fp8(x);"
+        "print(torch.equal(y, quant.roundtrip_fp8_reference(x)), backends.pick('roundtrip_fp8', x) is not None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    detail, result = done.stdout.splitlines()
+    assert ("no AVX-512" in detail) is not works
+    assert result == f"True {works}"
 
 
 def test_switched_off(tmp_path: Path) -> None:

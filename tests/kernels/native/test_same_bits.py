@@ -9,6 +9,7 @@ from torch import Tensor
 from benthic.kernels import backends, kv_copy, moe_experts, quant, rope
 from benthic.kernels.native import (
     attn_sparse,
+    build,
     engram,
     gemm,
     hyper,
@@ -20,6 +21,9 @@ from benthic.kernels.native import (
 from benthic.kernels.native import kv_copy as native_kv
 from benthic.kernels.native import moe_experts as native_experts
 from benthic.kernels.native import rope as native_rope
+
+if not build.available():
+    pytest.skip(build.status().detail, allow_module_level=True)
 
 ROWS = 70  # one past a tile of 64, not a multiple of 4 or 16
 
