@@ -59,7 +59,7 @@ class CpuConfig:
 class Config:
     model: str = opt("minnow", "a packaged model's name, or a checkpoint folder")
     numerics: str = opt("reference", "how values are rounded: the profile's name", choices=tuple(NUMERICS))
-    device: str = opt("auto", "`cpu`, `cuda`, `cuda:N`, or `auto`: the first GPU when there is one, else the CPU")
+    device: str = opt("cpu", "`cpu`, `cuda`, `cuda:N`, or `auto`: the first GPU when there is one, else the CPU")
     seed: int | None = opt(
         None, "seed for requests that bring none; `none`: a new one each time", low=0, high=2**63 - 1
     )

@@ -1,5 +1,6 @@
 """LLM: the offline face of the loop. Load a model, hand it prompts or conversations, get completions or a stream."""
 
+import logging
 import secrets
 import signal
 import sys
@@ -53,6 +54,8 @@ from benthic.types import (
 )
 
 _PROGRESS_FROM = 8  # prompts from which a progress bar is worth its line
+
+log = logging.getLogger(__name__)
 
 Prompts = str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 
@@ -623,6 +626,20 @@ def build_loop(
         max_context_tokens=limit,
         vocab_size=model.vocab_size,
         eos_ids=eos_ids,
+    )
+    log.info(
+        "ready",
+        extra={
+            "model": config.model,
+            "numerics": config.numerics,
+            "device": str(device),
+            "context_tokens": limit,
+            "token_budget": config.scheduler.token_budget,
+            "blocks": blocks,
+            "slots": slots,
+            "cache_bytes": storage.bytes,
+            "native": native.status().detail if device.type == "cpu" else "",
+        },
     )
     return Loop(scheduler, Runner(model, storage, Sampler(model.vocab_size, device, never)))
 

@@ -80,6 +80,8 @@ class RatioStep:
     def __init__(self, memory: PagedMemory, ratio: int):
         self.memory, self.ratio = memory, ratio
         self.per_block = memory.storage.layout.tokens // ratio
+        self.shift = self.per_block.bit_length() - 1
+        assert self.per_block == 1 << self.shift, f"{self.per_block} entries a block, want a power of two"
         positions = memory.batch.positions
         self.visible = (positions + 1) // ratio  # [T] entries whose last token is at or before the row
         self.closing = (
@@ -100,8 +102,8 @@ class RatioStep:
 
     def locate(self, entries: Tensor, chunks: Tensor) -> Tensor:
         """Entry numbers of a sequence -> record ids in the pool; chunks broadcast against entries; -1 stays -1."""
-        at = entries.clamp(min=0)
-        records = self.memory.tables[chunks, at // self.per_block] * self.per_block + at % self.per_block
+        at = entries.clamp(min=0)  # a block holds a power of two of entries: shifts, since integer division is slow
+        records = (self.memory.tables[chunks, at >> self.shift] << self.shift) | (at & (self.per_block - 1))
         return torch.where(entries < 0, -1, records)
 
 
