@@ -109,7 +109,9 @@ def _finish(
 
     path = None
     if not args.no_save:
-        path = report.save(found, Path(args.out), f"{args.what}-{Path(settings.model).name}-{settings.numerics}")
+        name = f"{args.what}-{Path(settings.model).name}-{settings.numerics}"
+        plain = settings.cpu.native == "off"  # the torch references, kept beside the native kernels' numbers
+        path = report.save(found, Path(args.out), f"{name}-plain" if plain else name)
     if args.json:
         print(json.dumps(found, ensure_ascii=False))
     else:
