@@ -11,7 +11,7 @@ QUICK := not slow and not gpu and not multigpu and not oracles
 setup: $(VENV)/.dev
 
 demo: $(VENV)/.runtime  ## from a bare clone to text: installs what serving needs and no more
-	$(BIN)/benthic generate --model minnow --prompt "Once upon a time" --max-tokens 120 --temperature 0
+	$(BIN)/benthic generate --model minnow --prompt "Once upon a time" --max-tokens 110 --temperature 0.7 --top-p 0.9 --seed 3
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check --quiet .
