@@ -14,7 +14,10 @@ from benthic.models.weights import Checkpoint
 from benthic.train import backbone, loop
 from benthic.train.memory import Mode
 from benthic.types import NUMERICS
-from tests.train.conftest import LENGTH, ROWS
+from tests.train.conftest import LENGTH, ROWS, random_masters
+from tests.train.small import IDS, small_trainer
+
+SETTINGS = loop.Settings(rows=2, length=64, needle_rows=0, copy_rows=0, index_rows=2)
 
 
 def serve(folder: Path, ids: Tensor) -> Tensor:
@@ -66,3 +69,103 @@ def test_every_leaf_has_its_place(trainer: loop.Trainer):
     rest = [name for name, _ in backbone.untrained(trainer.config, 0)]
     assert len(made) == len(set(made))
     assert sorted(made + rest) == sorted(name for name in specs if not name.endswith(".scale"))
+
+
+def small_batch() -> Tensor:
+    ids = torch.randint(6, 512, (2, 64), generator=torch.Generator().manual_seed(0))
+    ids[:, 10], ids[:, 50] = IDS.think_close, IDS.eos
+    return ids
+
+
+def moved(trainer: loop.Trainer) -> set[str]:
+    leaves = trainer.optimiser.leaves
+    return {leaf.name for leaf in leaves if leaf.value.grad is not None and bool(leaf.value.grad.any())}
+
+
+@pytest.mark.parametrize("topk", [False, True])
+def test_the_index_loss_teaches_the_indexers_alone_and_nothing_else_teaches_them(topk: bool):
+    trainer = small_trainer(SETTINGS)
+    random_masters(trainer, 6)
+    indexers = {leaf.name for leaf in trainer.optimiser.leaves if leaf.index}
+    assert indexers == {leaf.name for leaf in trainer.optimiser.leaves if ".indexer." in leaf.name}
+    with trainer.kernels.installed():
+        hidden, memory = trainer.hidden(small_batch(), Mode(topk, 2))
+        losses = memory.index_loss()
+        assert losses.keys() == {1, 2, 3}
+        assert all(float(loss.detach()) > 0 for loss in losses.values())
+        sum(losses.values(), torch.zeros(())).backward(retain_graph=True)
+        assert moved(trainer) == indexers
+        for leaf in trainer.optimiser.leaves:
+            leaf.value.grad = None
+        hidden.float().square().sum().backward()
+    rest = {leaf.name for leaf in trainer.optimiser.leaves} - indexers - {"head.weight"}
+    assert moved(trainer) >= {name for name in rest if not name.endswith("q_weight")}
+    assert not moved(trainer) & indexers
+
+
+def test_values_at_the_start():
+    first, same, other = (
+        small_trainer(loop.Settings(rows=1, length=32, needle_rows=0, copy_rows=0, index_rows=0, seed=s))
+        for s in (0, 0, 1)
+    )
+    values = {name: value.detach() for name, value in first.model.named_parameters()}
+    assert all(torch.equal(value, dict(same.model.named_parameters())[name]) for name, value in values.items())
+    streams, width = first.config.text.hc_mult, first.config.text.hidden_size
+    for name, value in values.items():
+        again = dict(other.model.named_parameters())[name]
+        if name.endswith(
+            ("wo_b.weight", "ffn.w2", "shared_w2.weight", "head.weight", "wgate.weight", "attn_sink", "bias", "bias_vl")
+        ):
+            assert not value.any(), name
+        elif "norm" in name or name.endswith(("q_weight", "k_weight")):
+            assert (value == 1).all(), name
+        elif name.endswith((".base", ".scale")):
+            assert torch.equal(value, again), name
+        else:
+            assert not torch.equal(value, again), name
+            rows = value[: streams * width] if name.endswith("engram.wkv.weight") else value
+            spread = 1.0 if name.endswith("embed.weight") else value.shape[-1] ** -0.5
+            assert float(rows.float().std()) == pytest.approx(spread, rel=0.1), name
+    assert not values["layers.1.engram.wkv.weight"][streams * width :].any()  # the gate opens onto nothing
+    sublayers = [values[f"layers.{layer}.hc_{part}.base"] for layer in range(4) for part in ("attn", "ffn")]
+    for i, base in enumerate(sublayers):
+        read, write, exchange = base.split([streams, streams, streams * streams])
+        assert int(read.argmax()) == i % streams
+        assert not write.any()
+        assert torch.equal(exchange.view(streams, streams).argmax(-1), torch.arange(streams))
+
+
+def test_matrices_go_to_muon_and_the_rest_to_adam():
+    trainer = small_trainer(SETTINGS)
+    leaves = {leaf.name: leaf for leaf in trainer.optimiser.leaves}
+    text = trainer.config.text
+    for name, rows in {
+        "layers.0.attn.wq_a.weight": text.q_lora_rank,
+        "layers.0.attn.wq_b.weight": text.head_dim,
+        "layers.1.attn.indexer.wq_b.weight": text.index_head_dim,
+        "layers.0.attn.wo_a.weight": text.o_lora_rank,
+        "layers.0.ffn.w13": text.moe_intermediate_size,
+        "layers.0.ffn.w2": text.hidden_size,
+        "layers.0.ffn.shared_w13.weight": text.moe_intermediate_size,
+        "layers.1.engram.wkv.weight": text.hidden_size,
+    }.items():
+        assert leaves[name].matrix == rows, name
+    for name, rate in {
+        "embed.weight": 6e-3,
+        "layers.1.engram.embed.weight": 6e-3,
+        "head.weight": 4e-3,
+        "layers.0.attn_norm.weight": 4e-3,
+        "layers.0.hc_attn.base": 4e-3,
+        "layers.1.engram.q_weight": 4e-3,
+        "layers.0.ffn.gate.weight": 2e-3,
+        "layers.0.hc_ffn.fn": 2e-3,
+        "layers.1.attn.indexer.weights_proj.weight": 2e-3,
+        "layers.0.attn.attn_sink": 8e-3,
+    }.items():
+        assert (leaves[name].matrix, leaves[name].rate) == (0, rate), name
+    stores = {name: leaf.store for name, leaf in leaves.items()}
+    assert stores["layers.1.engram.embed.weight"] == "fp8_rows"
+    assert stores["layers.0.ffn.w13"] == stores["layers.0.ffn.w2"] == "fp4"
+    assert stores["layers.0.attn.wq_b.weight"] == "fp8"
+    assert stores["embed.weight"] == stores["head.weight"] == "bf16"
+    assert stores["layers.0.attn.attn_sink"] == "f32"

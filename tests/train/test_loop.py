@@ -472,18 +472,19 @@ def test_nothing_is_left_to_train(make: Make, tmp_path: Path) -> None:
     assert rows_of(tmp_path / "out") == rows
 
 
-def test_a_run_that_breaks_off_goes_on_from_its_last_save(make: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("breaks_at", [4, 7])
+def test_a_run_that_breaks_off_goes_on_from_its_last_save(make: Make, tmp_path: Path, breaks_at: int) -> None:
     whole, loader = make()
     loop.run(whole, loader, tmp_path / "whole", float("inf"), quiet)
     out = tmp_path / "broken"
     broken, loader = make()
-    broken.breaks_at = 7
+    broken.breaks_at = breaks_at
     with pytest.raises(KeyboardInterrupt):
         loop.run(broken, loader, out, float("inf"), quiet, save_seconds=3.5)
     state = loop.read_state(out / loop.STATE_FILE, CPU)
     assert (state["steps"], state["seconds"]) == (4, 4.0)
     with (out / loop.LOG_FILE).open("a") as file:
-        file.write("8,7.0,10")  # a line cut short
+        file.write("9,8.0,10")  # a line cut short
     rest, loader = make()
     loop.run(rest, loader, out, float("inf"), quiet)
     assert broken.log[:4] + rest.log == whole.log
