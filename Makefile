@@ -6,12 +6,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 ORACLES := .venv-oracles
 QUICK := not slow and not gpu and not multigpu and not oracles
 
-.PHONY: setup demo check test test-slow test-oracles test-gpu bench docs clean
+.PHONY: setup demo serve check test test-slow test-oracles test-gpu bench docs clean
 
 setup: $(VENV)/.dev
 
 demo: $(VENV)/.runtime  ## from a bare clone to text: installs what serving needs and no more
 	$(BIN)/benthic generate --model minnow --prompt "Once upon a time" --max-tokens 110 --temperature 0.7 --top-p 0.9 --seed 3
+
+serve:  ## says so until there is a server
+	@echo "Benthic has no HTTP server yet; .venv/bin/benthic chat talks to the model on the command line" >&2; exit 1
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check --quiet .
