@@ -160,11 +160,8 @@ def looping(ids: Ids, starts: NDArray[np.int64]) -> NDArray[np.bool_]:
 # ---- token files -----------------------------------------------------------------------------------------------------
 
 
-def write_ids(path: Path, ids: Ids) -> int:
-    """Returns the bytes written."""
-    packed = lzma.compress(ids.astype("<u2").tobytes(), preset=6)
-    path.write_bytes(packed)
-    return len(packed)
+def write_ids(path: Path, ids: Ids) -> None:
+    path.write_bytes(lzma.compress(ids.astype("<u2").tobytes(), preset=6))
 
 
 def read_ids(path: Path) -> Ids:

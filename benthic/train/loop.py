@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -370,7 +370,7 @@ def run(
     shares = (spent / settings.seconds, settings.topk_from, settings.quantise_from, 1.0)
     phases = dict.fromkeys(phase_at(share, settings) for share in shares)
     trainer.warm_up(first, iter(phases))
-    batches = chain([first], iter(loader.next, None))
+    batches = chain([first], (loader.next() for _ in repeat(None)))
     phase = phase_at(spent / settings.seconds, settings)
     trainer.enter(phase)
     until = min(settings.seconds, spent + max(deadline - time.monotonic(), 1.0))
