@@ -256,6 +256,7 @@ class TerminalSession:
         os.write(self.master, line.encode() + b"\n")
 
     def interrupt(self) -> None:
+        time.sleep(0.5)  # a prompt is written just before the wait for its line; a signal between the two is seen late
         self.process.send_signal(signal.SIGINT)
 
     def end(self) -> int:
