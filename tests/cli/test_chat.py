@@ -204,6 +204,7 @@ def test_interrupt_of_a_process_that_reads_a_pipe() -> None:
     while b"answer 0 to b\n" not in rest:
         rest += process.stdout.read1()
     assert b"\n(stopped)\n answer 0 to b\n" in rest
+    time.sleep(0.5)
     process.send_signal(signal.SIGINT)  # now it waits for a line
     out, err = process.communicate(timeout=20)
     assert (process.returncode, out, err) == (130, b"", b"benthic: interrupted\n")
