@@ -1,0 +1,64 @@
+"""Which configuration a kernel runs with: a fixed function of op, shape and device.
+
+The table of a device is `tuned/<its name>.json`, written by `benthic bench tune` and committed:
+
+    {op: {key: [[max_rows, config], ...]}}        ascending in max_rows
+
+`key` names what a configuration may depend on beside the rows, usually the shape of a matrix ("4608x5120"). Nothing is
+timed here, so that two processes on one kind of device compute the same bits.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from functools import cache, lru_cache
+from importlib.resources import files
+from typing import Any
+
+import torch
+
+Config = dict[str, Any]
+Table = dict[str, dict[str, list[tuple[int, Config]]]]
+
+
+def device_slug(name: str) -> str:
+    """A device's name as a file name: "NVIDIA H200" -> "nvidia-h200"."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+@cache
+def device_name() -> str:
+    """The GPU of this process; empty where there is none, as under Triton's interpreter."""
+    return device_slug(torch.cuda.get_device_name()) if torch.cuda.is_available() else ""
+
+
+@cache
+def table(device: str) -> Table:
+    """The packaged table of a device; empty for one that nobody tuned."""
+    path = files("benthic.kernels.triton") / "tuned" / f"{device}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if device and path.is_file() else {}
+
+
+def config(op: str, key: str, rows: int, default: Mapping[str, Any]) -> Config:
+    """The configuration for `rows` rows: `default` with what the table says laid over it.
+
+    op, key  as in the table. rows beyond its last bucket take that bucket.
+    default  the kernel's own choice, for every other device and shape. It lists all knobs there are: an entry of the
+             table with one that it lacks was made for an older kernel, and is not used.
+    returns  a new dict.
+    Cost     a dictionary lookup or two; no device work, no timing.
+    """
+    return dict(default) | _entry(device_name(), op, key, rows, frozenset(default))
+
+
+@lru_cache(maxsize=4096)
+def _entry(device: str, op: str, key: str, rows: int, knobs: frozenset[str]) -> Config:
+    buckets = table(device).get(op, {}).get(key, [])
+    entry = next((entry for most, entry in buckets if rows <= most), buckets[-1][1] if buckets else {})
+    return entry if knobs.issuperset(entry) else {}
+
+
+def forget() -> None:
+    """Read the tables again; for whoever has just written one."""
+    table.cache_clear()
+    _entry.cache_clear()
