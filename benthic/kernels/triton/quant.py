@@ -17,7 +17,7 @@ Scales come from the bits of the group's largest magnitude alone: max/448 is abo
 exponent field moves up where the mantissa exceeds that of 448 (of 6 for Q4m), and no division is left. Magnitudes are
 compared as integers: a NaN is above infinity, so that it wins and nothing hides it.
 
-Triton's interpreter truncates where the hardware rounds, and has no FP8 NaN. INTERPRETED selects plain arithmetic of the
+The interpreter truncates where the hardware rounds, and has no FP8 NaN. INTERPRETED selects plain arithmetic of the
 same result for those conversions.
 """
 
