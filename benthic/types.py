@@ -22,6 +22,8 @@ class Numerics:
     round_probs    unnormalised attention probabilities are rounded to bfloat16 before the value product
     round_hidden   an expert's activated product is rounded to bfloat16 before it goes onto the FP8 grid
     round_scores   index scores are rounded to bfloat16 after the dot, after the weight and after the head sum
+    one_scale      products of FP8 activations carry one power-of-two scale a token and one a weight row: values far
+                   below a row's largest lose bits (`kernels/quant.py`, `carry`)
     """
 
     name: str
@@ -31,13 +33,15 @@ class Numerics:
     round_probs: bool
     round_hidden: bool
     round_scores: bool
+    one_scale: bool
 
 
-#                                    quantise wide   wo_a   probs  hidden scores
+#                                    quantise wide   wo_a   probs  hidden scores one scale
 NUMERICS = {
-    "reference": Numerics("reference", True, False, False, True, True, True),
-    "production": Numerics("production", True, False, True, False, False, False),
-    "float": Numerics("float", False, True, False, False, False, False),
+    "reference": Numerics("reference", True, False, False, True, True, True, False),
+    "production": Numerics("production", True, False, True, False, False, False, False),
+    "fast": Numerics("fast", True, False, True, False, False, False, True),
+    "float": Numerics("float", False, True, False, False, False, False, False),
 }
 
 

@@ -1,13 +1,18 @@
 """Shared by all tests: fixed seeds, one compute thread, markers for hardware that is not there."""
 
+import os
 import random
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import settings
 
 SEED = 20260101
+
+if not Path("/dev/nvidia0").exists():  # read when a kernel is defined, so before any import of one
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # the same examples on every machine, and no verdict from a slow one
 settings.register_profile("benthic", derandomize=True, deadline=None)

@@ -152,3 +152,70 @@ def sink_attention(
     pool = paged if paged is None or isinstance(paged, Tensor) else paged.pool
     run = None if isinstance(paged, Tensor) else backends.pick("sink_attention", q, rows, sink, pool)
     return (run or sink_attention_reference)(q, rows, begin, count, paged, records, sink, scale, round_probs)
+
+
+def attend_reference(
+    q: Tensor,
+    kw: Tensor,
+    ring: kv_copy.Ring,
+    rows: kv_copy.Rows,
+    window: int,
+    paged: kv_copy.Paged | None,
+    records: Tensor | None,
+    sink: Tensor,
+    scale: float,
+    round_probs: bool,
+) -> Tensor:
+    total = q.shape[0]
+    if total == 0:
+        return torch.empty_like(q)
+    row = torch.arange(total, device=q.device)
+    back = torch.arange(window - 1, -1, -1, device=q.device)
+    at = rows.positions[:, None] - back  # [T, window] positions
+    stored = kv_copy.read_ring_reference(ring, rows.slots[:, None].expand_as(at), at.clamp(min=0)).to(kw.dtype)
+    own = kw[(row[:, None] - back).clamp(min=0)]
+    found = torch.where((at >= rows.firsts[:, None])[..., None], own, stored)  # [T, window, dh]
+    found = torch.where((at >= 0)[..., None], found, 0.0)
+    count = (rows.positions + 1).clamp(max=window)
+    begin = row * window + window - count
+    return sink_attention_reference(q, found.flatten(0, 1), begin, count, paged, records, sink, scale, round_probs)
+
+
+def attend(
+    q: Tensor,
+    kw: Tensor,
+    ring: kv_copy.Ring,
+    rows: kv_copy.Rows,
+    window: int,
+    paged: kv_copy.Paged | None,
+    records: Tensor | None,
+    sink: Tensor,
+    scale: float,
+    round_probs: bool,
+) -> Tensor:
+    """`sink_attention` that finds window rows on the device: in this step's rows or, from before them, in the ring.
+
+    q            [T, H, dh]; kw [T, dh] this step's rows, chunk after chunk; bf16 or f32. T may be 0.
+    ring         read only; call `kv_copy.ring_write` for kw afterwards. It has at least window - 1 rows.
+    rows         where the rows stand; row t sees positions max(0, p-window+1) .. p of its slot.
+    others       as `sink_attention`; paged is a `Paged` or None.
+    returns      [T, H, dh], dtype of q. A padding row (slot 0, position 0) attends to itself.
+    Error, Cost  as `sink_attention`; the reference holds T*window rows.
+    Raises       ShapeError.
+    """
+    if q.ndim != 3 or kw.shape != (q.shape[0], q.shape[2]) or ring.channels != q.shape[2]:
+        got = (tuple(q.shape), tuple(kw.shape), ring.channels)
+        raise ShapeError("attend: q, kw, ring channels", want="[T, H, dh], [T, dh], dh", got=got)
+    if sink.shape != q.shape[1:2] or any(part.shape != q.shape[:1] for part in rows):
+        got = (tuple(sink.shape), *(tuple(part.shape) for part in rows))
+        raise ShapeError("attend: sink, rows", want="[H], [T] each", got=got)
+    if not 1 <= window <= ring.bytes.shape[1] + 1:
+        raise ShapeError("attend: window", want=f"1 to {ring.bytes.shape[1] + 1}", got=window)
+    if (paged is None) != (records is None):
+        raise ShapeError("attend: paged, records", want="both or none", got=(paged is None, records is None))
+    if records is not None and (records.ndim != 2 or records.shape[0] != q.shape[0]):
+        raise ShapeError("attend: records", want=f"[{q.shape[0]}, K]", got=tuple(records.shape))
+    if paged is not None and paged.channels != q.shape[2]:
+        raise ShapeError("attend: paged channels", want=q.shape[2], got=paged.channels)
+    run = backends.pick("attend", q, kw, sink) or attend_reference
+    return run(q, kw, ring, rows, window, paged, records, sink, scale, round_probs)

@@ -1,8 +1,8 @@
 """The one table that says which implementation serves an op on a device.
 
-Every public op of `kernels/` asks `pick` and runs its own plain torch reference when the answer is None. An
-implementation module has a function of the op's name and signature, and `available()`, which is False where the module
-cannot run (no compiler, no driver).
+Every public op of `kernels/` asks `pick` and runs its own plain torch reference when the answer is None. A backend is
+a folder; its module `<file>.py` has a function of the op's name and signature, and `available()`, which is False where
+the module cannot run (no compiler, no driver).
 """
 
 from collections.abc import Callable, Iterator
@@ -15,48 +15,86 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_NATIVE = "benthic.kernels.native."
-TABLE: dict[str, dict[str, str]] = {  # op -> {device type: module path}
-    "rms_norm": {"cpu": _NATIVE + "norm"},
-    "rotate": {"cpu": _NATIVE + "rope"},
-    "roundtrip_fp8": {"cpu": _NATIVE + "quant"},
-    "roundtrip_mxfp4": {"cpu": _NATIVE + "quant"},
-    "roundtrip_nvfp4": {"cpu": _NATIVE + "quant"},
-    "dequantise_fp8": {"cpu": _NATIVE + "quant"},
-    "linear": {"cpu": _NATIVE + "gemm"},
-    "grouped_linear": {"cpu": _NATIVE + "gemm"},
-    "swiglu": {"cpu": _NATIVE + "swiglu"},
-    "hyper_mixes": {"cpu": _NATIVE + "hyper"},
-    "hyper_collapse": {"cpu": _NATIVE + "hyper"},
-    "hyper_expand": {"cpu": _NATIVE + "hyper"},
-    "ngram_rows": {"cpu": _NATIVE + "engram"},
-    "engram_gate": {"cpu": _NATIVE + "engram"},
-    "route": {"cpu": _NATIVE + "moe_gate"},
-    "experts": {"cpu": _NATIVE + "moe_experts"},
-    "write_records": {"cpu": _NATIVE + "kv_copy"},
-    "read_records": {"cpu": _NATIVE + "kv_copy"},
-    "ring_write": {"cpu": _NATIVE + "kv_copy"},
-    "read_ring": {"cpu": _NATIVE + "kv_copy"},
-    "window_rows": {"cpu": _NATIVE + "kv_copy"},
-    "sink_attention": {"cpu": _NATIVE + "attn_sparse"},
-    "index_select": {"cpu": _NATIVE + "indexer"},
-    "hyper_read": {"cpu": _NATIVE + "fused"},
-    "attention_inputs": {"cpu": _NATIVE + "fused"},
-    "attention_output": {"cpu": _NATIVE + "fused"},
-    "moe": {"cpu": _NATIVE + "fused"},
+FILES: dict[str, str] = {  # op -> the file it is in, the same in every backend
+    "rms_norm": "norm",
+    "rotate": "rope",
+    "roundtrip_fp8": "quant",
+    "roundtrip_mxfp4": "quant",
+    "roundtrip_nvfp4": "quant",
+    "dequantise_fp8": "quant",
+    "linear": "gemm",
+    "grouped_linear": "gemm",
+    "swiglu": "swiglu",
+    "hyper_mixes": "hyper",
+    "hyper_collapse": "hyper",
+    "hyper_expand": "hyper",
+    "ngram_rows": "engram",
+    "table_rows": "engram",
+    "engram_gate": "engram",
+    "route": "moe_gate",
+    "experts": "moe_experts",
+    "pool_groups": "compress",
+    "close_groups": "kv_copy",
+    "write_records": "kv_copy",
+    "read_records": "kv_copy",
+    "ring_write": "kv_copy",
+    "read_ring": "kv_copy",
+    "window_rows": "kv_copy",
+    "sink_attention": "attn_sparse",
+    "attend": "attn_sparse",
+    "index_select": "indexer",
+    "select_records": "indexer",
+    "sample_rows": "sample",
+    "hyper_read": "fused",
+    "attention_inputs": "fused",
+    "attention_output": "fused",
+    "moe": "fused",
 }
 
-_reference_only: ContextVar[bool] = ContextVar("reference_only", default=False)
+SERVES: dict[str, frozenset[str]] = {  # backend -> ops it has
+    "native": frozenset(FILES)
+    - {"table_rows", "pool_groups", "close_groups", "attend", "select_records", "sample_rows"},
+    "triton": frozenset[str](),
+}
+
+ORDER: dict[str, tuple[str, ...]] = {
+    "cpu": ("native",),
+    "cuda": ("triton",),
+}  # device type -> backends, first choice first
+
+_forced: ContextVar[str | None] = ContextVar("forced", default=None)
+_invariant: ContextVar[bool] = ContextVar("invariant", default=False)
+_REFERENCE = "reference"
 
 
 @contextmanager
-def reference() -> Iterator[None]:
-    """Inside this block every op runs its plain torch reference, whatever the table says."""
-    token = _reference_only.set(True)
+def use(backend: str) -> Iterator[None]:
+    """Inside this block every op that `backend` has runs there, whatever the device; the others run their reference."""
+    assert backend == _REFERENCE or backend in SERVES, f"{backend} is no backend: {', '.join(SERVES)}"
+    token = _forced.set(backend)
     try:
         yield
     finally:
-        _reference_only.reset(token)
+        _forced.reset(token)
+
+
+def reference() -> Any:
+    """Inside this block every op runs its plain torch reference, whatever the table says."""
+    return use(_REFERENCE)
+
+
+@contextmanager
+def invariant(on: bool = True) -> Iterator[None]:
+    """Inside this block the bits of a row do not depend on how many rows there are, where a backend has a choice."""
+    token = _invariant.set(on)
+    try:
+        yield
+    finally:
+        _invariant.reset(token)
+
+
+def is_invariant() -> bool:
+    return _invariant.get()
 
 
 def pick(op: str, *tensors: Tensor | None) -> Callable[..., Any] | None:
@@ -64,17 +102,20 @@ def pick(op: str, *tensors: Tensor | None) -> Callable[..., Any] | None:
 
     Implementations have no backward pass, so a tensor that wants a gradient also means the reference.
     """
-    devices = TABLE.get(op)
-    if devices is None or _reference_only.get():
+    forced = _forced.get()
+    if forced == _REFERENCE:
         return None
     first = tensors[0]
     assert first is not None, op
-    path = devices.get(first.device.type)
-    if path is None:
-        return None
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        return None
-    return _load(path, op)
+    backends = ORDER.get(first.device.type, ()) if forced is None else (forced,)
+    for backend in backends:
+        if op in SERVES[backend]:
+            if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+                return None
+            found = _load(f"benthic.kernels.{backend}.{FILES[op]}", op)
+            if found is not None:
+                return found
+    return None
 
 
 @cache

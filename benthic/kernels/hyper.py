@@ -3,6 +3,8 @@
 Source: model specification, section 2.2. T rows, S streams, D hidden width.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -114,3 +116,22 @@ def hyper_expand(out: Tensor, s: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         )
     run = backends.pick("hyper_expand", out, s, post, comb) or hyper_expand_reference
     return run(out, s, post, comb)
+
+
+class Streams(NamedTuple):
+    """The residual streams between two sublayers: what the last one gave may still have to be written into them."""
+
+    s: Tensor  # [T, S, D] at the entry of the sublayer that gave `out`; as they are where nothing is pending
+    pre: Tensor  # [T, S] f32, how the next sublayer reads them
+    out: Tensor | None = None  # [T, D], the pending result
+    post: Tensor | None = None  # [T, S] f32, how it is written
+    comb: Tensor | None = None  # [T, S, S] f32, how the streams exchange meanwhile
+
+
+def settle(streams: Streams) -> Tensor:
+    """[T, S, D]: the streams with what is pending written into them."""
+    if streams.out is None:
+        return streams.s
+    assert streams.post is not None, "a pending result without write weights"
+    assert streams.comb is not None, "a pending result without exchange weights"
+    return hyper_expand(streams.out, streams.s, streams.post, streams.comb)

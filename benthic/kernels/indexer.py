@@ -265,3 +265,66 @@ def index_select(
         raise ShapeError("index_select: restrict", want=f"[{q.shape[0]}, B]", got=tuple(restrict.shape))
     run = backends.pick("index_select", q, w, keys.pool) or index_select_reference
     return run(q, w, keys, tables, starts, visible, topk, round_scores, restrict, emit, block_size)
+
+
+def select_records_reference(
+    q: Tensor,
+    w: Tensor,
+    keys: kv_copy.Paged,
+    tables: Tensor,
+    rows: kv_copy.Rows,
+    visible: Tensor,
+    topk: int,
+    round_scores: bool,
+    restrict: Tensor | None = None,
+    emit: int = 0,
+    block_size: int = 8,
+    starts: tuple[int, ...] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    starts = starts or tuple(range(q.shape[0] + 1))  # each row by itself
+    chunks = tables[rows.slots].long()[list(starts[:-1])]
+    entries, candidates = index_select_reference(
+        q, w, keys, chunks, starts, visible, topk, round_scores, restrict, emit, block_size
+    )
+    at = entries.clamp(min=0).long()
+    blocks = tables[rows.slots[:, None], at // keys.entries].long()
+    records = torch.where(entries < 0, -1, blocks * keys.entries + at % keys.entries).int()
+    return records, candidates
+
+
+def select_records(
+    q: Tensor,
+    w: Tensor,
+    keys: kv_copy.Paged,
+    tables: Tensor,
+    rows: kv_copy.Rows,
+    visible: Tensor,
+    topk: int,
+    round_scores: bool,
+    restrict: Tensor | None = None,
+    emit: int = 0,
+    block_size: int = 8,
+    starts: tuple[int, ...] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`index_select` from device tensors alone, and its answer as records of the pool.
+
+    q, w, keys  as `index_select`. T may be 0.
+    tables      int32 [slots, B]: block table of each state slot; row t reads that of rows.slots[t].
+    rows        where the rows stand.
+    visible     [T] int64: row t sees entries 0 .. visible[t]-1; at most B * keys.entries.
+    restrict, emit, block_size   as `index_select`; candidates are block numbers inside the sequence.
+    starts      C+1 row offsets of the chunks, where the host knows them: a chunk's rows then share the reading of keys.
+    returns     records int32 [T, topk], block * keys.entries + slot, in the order of the entries, -1 padded;
+                candidates int32 [T, emit] or None. Main KV of a layer has as many records a block as its index keys.
+    Error, Cost, Raises   as `index_select`.
+    """
+    if q.ndim != 3 or w.shape != q.shape[:2] or q.shape[2] != keys.channels:
+        got = (tuple(q.shape), tuple(w.shape))
+        raise ShapeError("select_records: q, w", want=f"[T, Hi, {keys.channels}], [T, Hi]", got=got)
+    if tables.ndim != 2 or visible.shape != q.shape[:1] or rows.slots.shape != q.shape[:1]:
+        got = (tuple(tables.shape), tuple(visible.shape), tuple(rows.slots.shape))
+        raise ShapeError("select_records: tables, visible, slots", want="[slots, B], [T], [T]", got=got)
+    if restrict is not None and (restrict.ndim != 2 or restrict.shape[0] != q.shape[0]):
+        raise ShapeError("select_records: restrict", want=f"[{q.shape[0]}, B]", got=tuple(restrict.shape))
+    run = backends.pick("select_records", q, w, keys.pool) or select_records_reference
+    return run(q, w, keys, tables, rows, visible, topk, round_scores, restrict, emit, block_size, starts)

@@ -42,6 +42,15 @@ class Ring(NamedTuple):
     format: str  # "fp8" or "f32"
 
 
+class Rows(NamedTuple):
+    """Where each row of a step stands, on the device. A padding row has slot 0 and position 0."""
+
+    slots: Tensor  # [T] int64 state slot of the row's sequence
+    positions: Tensor  # [T] int64 absolute
+    firsts: Tensor  # [T] int64 position of the first row of its chunk
+    starts: Tensor  # [T] int64 number of that row in the step
+
+
 # ---- bytes of one record ---------------------------------------------------------------------------------------------
 
 
@@ -114,6 +123,9 @@ def _region(paged: Paged, offset: int, width: int) -> Tensor:
 
 
 def write_records_reference(paged: Paged, ids: Tensor, values: Tensor) -> None:
+    kept = ids >= 0
+    if not bool(kept.all()):
+        ids, values = ids[kept], values[kept]
     block, slot = ids // paged.entries, ids % paged.entries
     data, scales = pack(values, paged.format)
     if paged.format == "mxfp4":
@@ -127,7 +139,7 @@ def write_records_reference(paged: Paged, ids: Tensor, values: Tensor) -> None:
 def write_records(paged: Paged, ids: Tensor, values: Tensor) -> None:
     """Quantise rows and store them in the pool.
 
-    ids     [G] int64, each record at most once; G may be 0.
+    ids     [G] int64, each record at most once; -1: the row is not stored. G may be 0.
     values  [G, channels] bf16 or f32, any strides.
     Error   none: the bytes are those of `quant`'s quantisers.
     Cost    memory bound.
@@ -321,3 +333,42 @@ def window_rows(
         raise ShapeError("window_rows: window", want=f"1 to {ring.bytes.shape[1] + 1}", got=window)
     run = backends.pick("window_rows", kw, ring.bytes) or window_rows_reference
     return run(ring, kw, slots, firsts, starts, window)
+
+
+# ---- carries ---------------------------------------------------------------------------------------------------------
+
+
+def close_groups_reference(a: Tensor, b: Tensor, carry: Tensor, rows: Rows, ratio: int) -> tuple[Tensor, Tensor]:
+    count, kept = a.shape[0], carry.shape[1]
+    back = torch.arange(ratio - 1, -1, -1, device=a.device)
+    row = torch.arange(count, device=a.device)
+    source = row[:, None] - back  # [T, r]; before the chunk's first row the carry has it
+    here = (source >= rows.starts[:, None])[..., None]
+    stored = carry[rows.slots[:, None], (rows.positions[:, None] - back) % kept]  # [T, r, 2, dh]
+    source = source.clamp(min=0)
+    groups = torch.where(here, a[source], stored[:, :, 0]), torch.where(here, b[source], stored[:, :, 1])
+    later = torch.zeros(count, dtype=torch.bool, device=a.device)  # a row that takes the same place comes later
+    later[: max(count - kept, 0)] = rows.slots[kept:] == rows.slots[: max(count - kept, 0)]
+    last = (~later).nonzero()[:, 0]
+    carry[rows.slots[last], rows.positions[last] % kept] = torch.stack([a[last], b[last]], dim=1)
+    return groups
+
+
+def close_groups(a: Tensor, b: Tensor, carry: Tensor, rows: Rows, ratio: int) -> tuple[Tensor, Tensor]:
+    """The group that ends at each row, from this step's rows and what earlier steps left; then the carry is brought up.
+
+    a, b     [T, dh] f32, this step's rows, chunk after chunk. T may be 0.
+    carry    [slots, n, 2, dh] f32, n >= ratio: row p mod n holds (a, b) of position p. Written: the last rows of each
+             chunk. Rows of one slot other than 0 form one chunk.
+    rows     where the rows stand.
+    returns  [T, ratio, dh] each, oldest first; for a row that ends no group, whatever lies there.
+    Cost     memory bound.
+    Raises   ShapeError.
+    """
+    if a.ndim != 2 or b.shape != a.shape or carry.ndim != 4 or carry.shape[2:] != (2, a.shape[1]):
+        got = (tuple(a.shape), tuple(b.shape), tuple(carry.shape))
+        raise ShapeError("close_groups: a, b, carry", want="[T, dh], [T, dh], [slots, n, 2, dh]", got=got)
+    if not 1 <= ratio <= carry.shape[1]:
+        raise ShapeError("close_groups: ratio", want=f"1 to {carry.shape[1]}", got=ratio)
+    run = backends.pick("close_groups", a, b, carry) or close_groups_reference
+    return run(a, b, carry, rows, ratio)

@@ -14,12 +14,14 @@ def experts_reference(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    w13: Tensor,
-    w2: Tensor,
+    w13: quant.Matrix,
+    w2: quant.Matrix,
     limit: float,
     quantise: bool,
     round_hidden: bool,
+    one_scale: bool = False,
 ) -> Tensor:
+    x = quant.roundtrip_carry(x) if one_scale else x
     k = ids.shape[1]
     chosen, order = torch.sort(ids.flatten(), stable=True)  # pairs (row, slot), grouped by expert
     counts = torch.bincount(chosen, minlength=w13.shape[0]).tolist()
@@ -32,10 +34,11 @@ def experts_reference(
         if count == 0:
             continue
         here = slice(start, start + count)
-        gate, up = gemm.linear(rows[here], w13[expert]).chunk(2, dim=-1)
+        gate, up = gemm.linear(rows[here], _expert(w13, expert, one_scale, x.dtype)).chunk(2, dim=-1)
         y = swiglu.swiglu(gate, up, limit, pair_weights[here], hidden_dtype)
         y = quant.roundtrip_fp8(y) if quantise else y
-        outputs.append(gemm.linear(y.to(x.dtype), w2[expert]))
+        y = quant.roundtrip_carry(y) if one_scale else y
+        outputs.append(gemm.linear(y.to(x.dtype), _expert(w2, expert, one_scale, x.dtype)))
         start += count
     if not outputs:
         return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -47,24 +50,35 @@ def experts_reference(
     return total
 
 
+def _expert(weight: quant.Matrix, expert: int, one_scale: bool, dtype: torch.dtype) -> Tensor:
+    """The values of one expert's matrix."""
+    if not isinstance(weight, Tensor):
+        weight = quant.values(type(weight)(*(part[expert] for part in weight)), dtype)
+    else:
+        weight = weight[expert]
+    return quant.roundtrip_carry(weight) if one_scale else weight
+
+
 def experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    w13: Tensor,
-    w2: Tensor,
+    w13: quant.Matrix,
+    w2: quant.Matrix,
     limit: float,
     quantise: bool,
     round_hidden: bool = True,
+    one_scale: bool = False,
 ) -> Tensor:
     """Sum over each row's experts of w2 @ (swiglu(w13 @ x) * routing weight).
 
     x             [T, D] bf16 or f32, already on the FP8 grid when `quantise`. T may be 0.
     ids, weights  [T, k] int64 in 0 .. E-1, and f32.
-    w13           [E, 2*I, D] gate rows, then up rows; w2 [E, D, I]; both in the dtype of x, on their own grids.
+    w13           [E, 2*I, D] gate rows, then up rows; w2 [E, D, I]; in the dtype of x, on their own grids, or packed.
     limit         clamp of the activation; <= 0: none.
     quantise      the weighted activation goes onto the FP8 grid before w2.
     round_hidden  it is rounded to the dtype of x before that.
+    one_scale     activations and weight rows are carried by one power-of-two scale each (`quant.carry`).
     returns       [T, D] f32, summed in f32 in the order of the k slots; each expert's output rounded to the dtype of x.
     Error         one rounding of an expert's output, per slot, against the reference; more only where a value sits on a
                   boundary of the FP8 grid.
@@ -75,9 +89,10 @@ def experts(
         got = (tuple(x.shape), tuple(ids.shape), tuple(weights.shape))
         raise ShapeError("experts: x, ids, weights", want="[T, D], [T, k], [T, k]", got=got)
     width = x.shape[1]
-    if w13.ndim != 3 or w13.shape[1] % 2 or w13.shape[2] != width:
+    if len(w13.shape) != 3 or w13.shape[1] % 2 or w13.shape[2] != width:
         raise ShapeError("experts: w13", want=f"[E, 2*I, {width}]", got=tuple(w13.shape))
     if w2.shape != (w13.shape[0], width, w13.shape[1] // 2):
         raise ShapeError("experts: w2", want=(w13.shape[0], width, w13.shape[1] // 2), got=tuple(w2.shape))
-    run = backends.pick("experts", x, weights, w13, w2) or experts_reference
-    return run(x, ids, weights, w13, w2, limit, quantise, round_hidden)
+    plain = [w for w in (w13, w2) if isinstance(w, Tensor)]
+    run = backends.pick("experts", x, weights, *plain) or experts_reference
+    return run(x, ids, weights, w13, w2, limit, quantise, round_hidden, one_scale)

@@ -11,6 +11,8 @@ A group that holds a NaN or an infinity gets the scale NaN, so that all of it re
 Nothing here copies from the host or waits for the device.
 """
 
+from typing import NamedTuple, TypeVar, cast
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -268,3 +270,107 @@ def quantise_weight_fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
 def dequantise_weight_fp4(packed: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """packed int8 or uint8 [..., N, K/2], scales uint8 [..., N, K/32] -> [..., N, K] dtype. Exact."""
     return dequantise_mxfp4(packed, scales, dtype)
+
+
+# Weights as they lie on a device
+
+
+class Fp8Matrix(NamedTuple):
+    """A weight in the checkpoint's bytes: one scale per 32x32 block."""
+
+    codes: Tensor  # [..., N, K] float8_e4m3fn
+    scales: Tensor  # [..., ceil(N/32), ceil(K/32)] uint8 UE8M0
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+
+class Fp4Matrix(NamedTuple):
+    """Expert weights in the checkpoint's bytes: one scale per 32 channels of a row."""
+
+    codes: Tensor  # [..., N, K/2] uint8, the even channel in the low nibble
+    scales: Tensor  # [..., N, K/32] uint8 UE8M0
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the values: [..., N, K]."""
+        return torch.Size((*self.codes.shape[:-1], 2 * self.codes.shape[-1]))
+
+
+class RowMatrix(NamedTuple):
+    """A weight with one power-of-two scale a row."""
+
+    codes: Tensor  # [..., N, K] float8_e4m3fn
+    scales: Tensor  # [..., N] f32
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+
+Matrix = Tensor | Fp8Matrix | Fp4Matrix | RowMatrix
+
+
+def values(weight: Matrix, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A weight's values. Exact in bf16 and f32; a tensor is handed back as it is."""
+    if isinstance(weight, Fp8Matrix):
+        return dequantise_weight_fp8(weight.codes, weight.scales, dtype)
+    if isinstance(weight, Fp4Matrix):
+        return dequantise_weight_fp4(weight.codes, weight.scales, dtype)
+    if isinstance(weight, RowMatrix):
+        return (weight.codes.float() * weight.scales[..., None]).to(dtype)
+    return weight
+
+
+M = TypeVar("M", bound=Matrix)
+
+
+def rows_of(weight: M, start: int, end: int) -> M:
+    """Rows start .. end-1 of a matrix [N, K], without a copy; both are multiples of 32 where scales are in blocks."""
+    if isinstance(weight, Tensor):
+        part: Matrix = weight[start:end]
+    elif isinstance(weight, Fp8Matrix):
+        assert start % WEIGHT_BLOCK == 0, f"row {start} is inside a block of {WEIGHT_BLOCK}"
+        part = Fp8Matrix(weight.codes[start:end], weight.scales[start // WEIGHT_BLOCK : -(-end // WEIGHT_BLOCK)])
+    else:
+        part = type(weight)(weight.codes[start:end], weight.scales[start:end])
+    return cast("M", part)
+
+
+def expert(weight: Fp4Matrix, index: int) -> Fp4Matrix:
+    """One expert's matrix [N, K] of [E, N, K], without a copy."""
+    return Fp4Matrix(weight.codes[index], weight.scales[index])
+
+
+def grouped(weight: M, groups: int) -> M:
+    """A matrix [G*N, K] as [G, N, K], without a copy; N is a multiple of 32 where scales are in blocks."""
+    if isinstance(weight, Tensor):
+        split: Matrix = weight.unflatten(0, (groups, -1))
+    else:
+        split = type(weight)(*(part.unflatten(0, (groups, -1)) for part in weight))
+    return cast("M", split)
+
+
+def carry(x: Tensor) -> tuple[Tensor, Tensor]:
+    """One power-of-two scale a row: s = 2^e, the smallest with max|x|/s <= 448.
+
+    x        [..., K] bf16 or f32, as a rule on the FP8 grid; there the result is exact for every group whose scale is
+             at most 2^5 below the row's, and loses low bits, then the whole value, below that.
+    returns  codes [..., K] float8_e4m3fn, rounded to nearest, ties to even, and scales [...] f32.
+             A row of zeros has the scale of 1e-4; a row with a NaN or infinity has the scale NaN.
+    """
+    wide = x.float()
+    scales = e8m0_value(_power_scale(wide.abs().amax(-1), FP8_FLOOR, FP8_MAX))
+    return (wide / scales[..., None]).clamp(-FP8_MAX, FP8_MAX).to(E4M3), scales
+
+
+def roundtrip_carry(x: Tensor) -> Tensor:
+    """The values of `carry`, in the dtype of x: x [..., K] floats."""
+    codes, scales = carry(x)
+    return (codes.float() * scales[..., None]).to(x.dtype)
+
+
+def by_row(weight: Tensor | Fp8Matrix | Fp4Matrix) -> RowMatrix:
+    """A weight [..., N, K] with one scale a row, by the rule of `carry`."""
+    return RowMatrix(*carry(values(weight, torch.float32)))

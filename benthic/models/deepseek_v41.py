@@ -26,6 +26,7 @@ from benthic.models.deepseek_v41_config import (
     engram_tables,
     layer_plan,
 )
+from benthic.models.device_memory import DeviceMemory
 from benthic.models.memory import PagedMemory
 from benthic.models.modules import (
     Embedding,
@@ -35,8 +36,14 @@ from benthic.models.modules import (
     Stack,
     TensorSource,
     activation_dtype,
+    carried,
+    empty_fp4,
     fp8_grid,
+    join,
+    packs,
     parameter,
+    product_grid,
+    read_fp4,
     read_weight,
 )
 from benthic.models.weights import Checkpoint
@@ -84,12 +91,14 @@ class HyperConnection(nn.Module):
     def weights(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.fn, self.scale, self.base
 
-    def read(self, s: Tensor, pre: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Entry of a sublayer: its input [T, D], read by weights `pre` of the sublayer before, and its own weights."""
-        taken = fused.hyper_read(s, pre, *self.weights, norm.weight, self.eps, self.hc_eps, self.iterations)
+    def read(self, streams: hyper.Streams, norm: RMSNorm) -> tuple[Tensor, hyper.Streams]:
+        """Entry of a sublayer: its input [T, D], and the settled streams with the weights to write its result by."""
+        taken = fused.hyper_read(streams, *self.weights, norm.weight, self.eps, self.hc_eps, self.iterations)
         if taken is not None:
             return taken
-        return norm(hyper.hyper_collapse(s, pre)), *self(s)
+        s = hyper.settle(streams)
+        pre, post, comb = self(s)
+        return norm(hyper.hyper_collapse(s, streams.pre)), hyper.Streams(s, pre, None, post, comb)
 
     def load(self, source: TensorSource, name: str) -> None:
         for part in ("fn", "base", "scale"):
@@ -125,7 +134,7 @@ class Engram(nn.Module):
         """s [T, S, D]; ngrams [T, n] compressed ids, newest first -> [T, S, D]."""
         rows = engram.ngram_rows(ngrams, self.multipliers, self.primes, self.offsets)  # [T, (n-1) heads]
         e = self.embed(rows).flatten(1)  # [T, (n-1) heads width]
-        keys, value = self.wkv(fp8_grid(e, self.numerics)).split([self.streams * self.width, self.width], dim=-1)
+        keys, value = self.wkv(product_grid(e, self.numerics)).split([self.streams * self.width, self.width], dim=-1)
         keys = keys.unflatten(-1, (self.streams, self.width))  # [T, S, D]
         return engram.engram_gate(s, keys, value, self.q_weight * self.k_weight, self.eps, images)
 
@@ -184,7 +193,9 @@ class Indexer(nn.Module):
 
     def query(self, h: Tensor, qa8: Tensor, positions: Tensor, freqs: Tensor) -> tuple[Tensor, Tensor]:
         """h [T, D], qa8 [T, Rq] -> queries [T, Hi, di] on the FP4 grid, head weights [T, Hi]."""
-        q = rope.rotate(self.wq_b(qa8).unflatten(-1, (self.heads, self.width)), positions, freqs)
+        q = rope.rotate(
+            self.wq_b(carried(qa8, self.numerics)).unflatten(-1, (self.heads, self.width)), positions, freqs
+        )
         q = quant.roundtrip_mxfp4(q) if self.numerics.quantise else q
         return q, self.weights_proj(h) * (self.width**-0.5 * self.heads**-0.5)
 
@@ -236,39 +247,44 @@ class Attention(nn.Module):
         return self.output(o, batch.positions), shared
 
     @cached_property
-    def input_weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return self.wq_a.weight, self.q_norm.weight, self.wq_b.weight, self.wkv.weight, self.kv_norm.weight
+    def input_weights(self) -> tuple[quant.Matrix, Tensor, quant.Matrix, Tensor]:
+        both = join(self.wq_a, self.wkv)  # one input, one product
+        return both, self.q_norm.weight, self.wq_b.matrix, self.kv_norm.weight
 
     @cached_property
-    def output_weights(self) -> tuple[Tensor, Tensor]:
-        return self.wo_a.weight, self.wo_b.weight
+    def output_weights(self) -> tuple[quant.Matrix, quant.Matrix]:
+        return self.wo_a.matrix, self.wo_b.matrix
 
     def inputs(self, h: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """h [T, D] -> queries [T, H, dh], what they come from [T, Rq], and the window row [T, dh]."""
-        if self.numerics.quantise:
-            taken = fused.attention_inputs(h, positions, self.freqs, *self.input_weights, self.eps)
+        numerics = self.numerics
+        if numerics.quantise:
+            taken = fused.attention_inputs(h, positions, self.freqs, *self.input_weights, self.eps, numerics.one_scale)
             if taken is not None:
                 return taken[0].unflatten(-1, (self.heads, self.width)), taken[1], taken[2]
-        h8 = fp8_grid(h, self.numerics)
-        qa8 = fp8_grid(self.q_norm(self.wq_a(h8)), self.numerics)  # [T, Rq]
-        q = self.wq_b(qa8).unflatten(-1, (self.heads, self.width))  # [T, H, dh]
+        h8 = product_grid(h, numerics)
+        qa8 = fp8_grid(self.q_norm(self.wq_a(h8)), numerics)  # [T, Rq]
+        q = self.wq_b(carried(qa8, numerics)).unflatten(-1, (self.heads, self.width))  # [T, H, dh]
         return rope.rotate(q, positions, self.freqs), qa8, self.window_row(h8, positions)
 
     def output(self, o: Tensor, positions: Tensor) -> Tensor:
         """o [T, H, dh] -> [T, D]: turned back at the query's position, a projection a group of heads, one over all."""
-        if self.numerics.quantise:
-            wo_a = self.numerics.quantise_wo_a
-            taken = fused.attention_output(o, positions, self.freqs, *self.output_weights, self.groups, wo_a)
+        numerics = self.numerics
+        if numerics.quantise:
+            wo_a = numerics.quantise_wo_a
+            taken = fused.attention_output(
+                o, positions, self.freqs, *self.output_weights, self.groups, wo_a, numerics.one_scale
+            )
             if taken is not None:
                 return taken
         o = rope.rotate(o, positions, self.freqs, inverse=True)
         o = o.reshape(o.shape[0], self.groups, -1)  # [T, groups, H/groups dh]
-        o = fp8_grid(o, self.numerics) if self.numerics.quantise_wo_a else o
-        u = gemm.grouped_linear(o, self.wo_a.weight.unflatten(0, (self.groups, -1)))  # [T, groups, rank]
-        return self.wo_b(fp8_grid(u.flatten(1), self.numerics))
+        o = product_grid(o, numerics) if numerics.quantise_wo_a else o
+        u = gemm.grouped_linear(o, quant.grouped(self.wo_a.matrix, self.groups))  # [T, groups, rank]
+        return self.wo_b(product_grid(u.flatten(1), numerics))
 
     def window_row(self, h8: Tensor, positions: Tensor) -> Tensor:
-        """h8 [T, D] on the FP8 grid -> [T, dh], key and value of a token inside the window, on the FP8 grid."""
+        """h8 [T, D] as products take it -> [T, dh], key and value of a token inside the window, on the FP8 grid."""
         return fp8_grid(rope.rotate(self.kv_norm(self.wkv(h8)), positions, self.freqs), self.numerics)
 
     def load(self, source: TensorSource, name: str) -> None:
@@ -299,8 +315,14 @@ class MoE(nn.Module):
         self.gate = Linear(hidden, num_experts, "bf16", numerics, wide=True)
         self.bias = parameter(num_experts)
         self.bias_vl = parameter(num_experts) if images else None  # used for image tokens; absent without a tower
-        self.w13 = parameter(num_experts, 2 * inner, hidden, dtype=dtype)  # gate rows, then up rows
-        self.w2 = parameter(num_experts, hidden, inner, dtype=dtype)
+        self.w13: Tensor | quant.Fp4Matrix
+        self.w2: Tensor | quant.Fp4Matrix
+        if packs(numerics):
+            self.w13 = empty_fp4(num_experts, 2 * inner, hidden)
+            self.w2 = empty_fp4(num_experts, hidden, inner)
+        else:
+            self.w13 = parameter(num_experts, 2 * inner, hidden, dtype=dtype)  # gate rows, then up rows
+            self.w2 = parameter(num_experts, hidden, inner, dtype=dtype)
         self.shared_w13 = Linear(hidden, 2 * shared, "fp8", numerics)
         self.shared_w2 = Linear(shared, hidden, "fp8", numerics)
 
@@ -313,26 +335,36 @@ class MoE(nn.Module):
             router = (self.experts_per_token, self.normalise, self.routed_scale)
             gate, w13, w2, shared_w13, shared_w2 = self.weights
             matrices = (w13, w2, shared_w13, shared_w2)
-            taken = fused.moe(h, gate, bias, *matrices, *router, self.limit, self.numerics.round_hidden)
+            rounding = (self.numerics.round_hidden, self.numerics.one_scale)
+            taken = fused.moe(h, gate, bias, *matrices, *router, self.limit, *rounding)
             if taken is not None:
                 return taken
         ids, weights = moe_gate.route(
             h, self.gate.weight, bias, self.experts_per_token, self.normalise, self.routed_scale
         )  # [T, K] each
         h8 = fp8_grid(h, self.numerics)
+        numerics = self.numerics
         routed = moe_experts.experts(
-            h8, ids, weights, self.w13, self.w2, self.limit, self.numerics.quantise, self.numerics.round_hidden
+            h8,
+            ids,
+            weights,
+            self.w13,
+            self.w2,
+            self.limit,
+            numerics.quantise,
+            numerics.round_hidden,
+            numerics.one_scale,
         )  # [T, D] f32
         return (routed + self.shared(h8).float()).to(h.dtype)
 
     @cached_property
-    def weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return self.gate.weight, self.w13, self.w2, self.shared_w13.weight, self.shared_w2.weight
+    def weights(self) -> tuple[Tensor, quant.Matrix, quant.Matrix, quant.Matrix, quant.Matrix]:
+        return self.gate.weight, self.w13, self.w2, self.shared_w13.matrix, self.shared_w2.matrix
 
     def shared(self, h8: Tensor) -> Tensor:
-        gate, up = self.shared_w13(h8).chunk(2, dim=-1)
+        gate, up = self.shared_w13(carried(h8, self.numerics)).chunk(2, dim=-1)
         y = swiglu.swiglu(gate, up, self.limit, out_dtype=h8.dtype if self.numerics.round_hidden else torch.float32)
-        return self.shared_w2(fp8_grid(y, self.numerics).to(h8.dtype))
+        return self.shared_w2(product_grid(y, self.numerics).to(h8.dtype))
 
     def load(self, source: TensorSource, name: str) -> None:
         self.gate.load(source, f"{name}.gate")
@@ -341,12 +373,18 @@ class MoE(nn.Module):
             self.bias_vl.data.copy_(source.tensor(f"{name}.gate.bias_vl"))
         inner = self.w2.shape[2]
         for e in range(self.w13.shape[0]):
-            self.w13.data[e, :inner] = read_weight(source, f"{name}.experts.{e}.w1", "fp4")
-            self.w13.data[e, inner:] = read_weight(source, f"{name}.experts.{e}.w3", "fp4")
-            self.w2.data[e] = read_weight(source, f"{name}.experts.{e}.w2", "fp4")
-        inner = self.shared_w13.weight.shape[0] // 2
-        self.shared_w13.weight.data[:inner] = read_weight(source, f"{name}.shared_experts.w1", "fp8")
-        self.shared_w13.weight.data[inner:] = read_weight(source, f"{name}.shared_experts.w3", "fp8")
+            expert = f"{name}.experts.{e}"
+            if isinstance(self.w13, quant.Fp4Matrix) and isinstance(self.w2, quant.Fp4Matrix):
+                both = quant.expert(self.w13, e)
+                read_fp4(source, f"{expert}.w1", quant.rows_of(both, 0, inner))
+                read_fp4(source, f"{expert}.w3", quant.rows_of(both, inner, 2 * inner))
+                read_fp4(source, f"{expert}.w2", quant.expert(self.w2, e))
+            elif isinstance(self.w13, Tensor) and isinstance(self.w2, Tensor):
+                self.w13.data[e, :inner] = read_weight(source, f"{expert}.w1", "fp4")
+                self.w13.data[e, inner:] = read_weight(source, f"{expert}.w3", "fp4")
+                self.w2.data[e] = read_weight(source, f"{expert}.w2", "fp4")
+        self.shared_w13.load_rows(source, f"{name}.shared_experts.w1", 0)
+        self.shared_w13.load_rows(source, f"{name}.shared_experts.w3", self.shared_w13.matrix.shape[0] // 2)
         self.shared_w2.load(source, f"{name}.shared_experts.w2")
 
 
@@ -375,20 +413,19 @@ class Layer(nn.Module):
         self.ffn_norm = RMSNorm(text.hidden_size, text.rms_norm_eps)
         self.ffn = MoE(text, num_experts, experts_per_token, numerics, images=config.vision is not None)
 
-    def recall(self, s: Tensor, ngrams: Tensor, images: Tensor | None) -> Tensor:
-        return s if self.engram is None else self.engram(s, ngrams, images)
+    def recall(self, streams: hyper.Streams, ngrams: Tensor, images: Tensor | None) -> hyper.Streams:
+        if self.engram is None:
+            return streams
+        return hyper.Streams(self.engram(hyper.settle(streams), ngrams, images), streams.pre)
 
     def forward(
-        self, s: Tensor, pre: Tensor, batch: Batch, kv: LayerMemory, shared: Selection | None
-    ) -> tuple[Tensor, Tensor, Selection | None]:
-        """s [T, S, D] the streams; pre [T, S] how this layer's attention reads them, from the sublayer before."""
-        h, next_pre, post, comb = self.hc_attn.read(s, pre, self.attn_norm)  # h [T, D]
+        self, streams: hyper.Streams, batch: Batch, kv: LayerMemory, shared: Selection | None
+    ) -> tuple[hyper.Streams, Selection | None]:
+        """The streams, read by weights of the sublayer before; their last write is left to whoever reads them next."""
+        h, streams = self.hc_attn.read(streams, self.attn_norm)  # h [T, D]
         o, shared = self.attn(h, batch, kv, shared)  # [T, D]
-        s, pre = hyper.hyper_expand(o, s, post, comb), next_pre  # [T, S, D], [T, S]
-
-        h, next_pre, post, comb = self.hc_ffn.read(s, pre, self.ffn_norm)  # h [T, D]
-        o = self.ffn(h, batch.images)  # [T, D]
-        return hyper.hyper_expand(o, s, post, comb), next_pre, shared
+        h, streams = self.hc_ffn.read(streams._replace(out=o), self.ffn_norm)  # h [T, D]
+        return streams._replace(out=self.ffn(h, batch.images)), shared
 
     def load(self, source: TensorSource, name: str) -> None:
         for part in ("attn_norm", "attn", "ffn_norm", "ffn"):
@@ -430,14 +467,16 @@ class DeepseekV41(nn.Module):
         pre = torch.zeros(s.shape[:2], dtype=torch.float32, device=s.device)
         pre[:, 0] = 1.0  # the first read is the first stream alone
         ngrams = self.ngrams(batch) if text.engram_layer_ids else batch.history
+        streams = hyper.Streams(s, pre)
         shared: Selection | None = None
         tapped: list[Tensor] = []
         for plan, layer in zip(self.plan, self.layers, strict=True):
-            s = layer.recall(s, ngrams, batch.images)  # [T, S, D]
+            streams = layer.recall(streams, ngrams, batch.images)
             if taps and plan.index in text.dspark_target_layer_ids:
-                tapped.append(s.float().mean(dim=1).to(s.dtype))  # [T, D]
-            s, pre, shared = layer(s, pre, batch, memory.layer(plan.index), shared)
-        return Output(hyper.hyper_collapse(s, pre), tuple(tapped))
+                streams = hyper.Streams(hyper.settle(streams), streams.pre)
+                tapped.append(streams.s.float().mean(dim=1).to(s.dtype))  # [T, D]
+            streams, shared = layer(streams, batch, memory.layer(plan.index), shared)
+        return Output(hyper.hyper_collapse(hyper.settle(streams), streams.pre), tuple(tapped))
 
     def ngrams(self, batch: Batch) -> Tensor:
         """[T, n] compressed ids at p, p-1, ...; the pad class from the first image token or sequence start on. 2.9."""
@@ -459,8 +498,9 @@ class DeepseekV41(nn.Module):
     def vocab_size(self) -> int:
         return self.config.text.vocab_size
 
-    def memory(self, storage: Storage, batch: Batch) -> PagedMemory:
-        return PagedMemory(self.config, self.plan, self.numerics, storage, batch)
+    def memory(self, storage: Storage, batch: Batch) -> Memory:
+        form = PagedMemory if batch.rows is None else DeviceMemory
+        return form(self.config, self.plan, self.numerics, storage, batch)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, D] -> f32 [R, V]."""

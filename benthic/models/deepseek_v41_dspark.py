@@ -19,7 +19,7 @@ from benthic.kernels.attn_sparse import sink_attention
 from benthic.models.base import Batch, LayerMemory, Selection
 from benthic.models.deepseek_v41 import DeepseekV41, Layer
 from benthic.models.deepseek_v41_config import ModelConfig, draft_plan
-from benthic.models.modules import Embedding, Linear, RMSNorm, Stack, TensorSource, fp8_grid
+from benthic.models.modules import Embedding, Linear, RMSNorm, Stack, TensorSource, product_grid
 from benthic.types import Numerics
 
 Choose = Callable[[Tensor, int], Tensor]
@@ -82,8 +82,8 @@ class DSpark(nn.Module):
 
     def context(self, taps: tuple[Tensor, ...], positions: Tensor) -> list[Tensor]:
         """Target taps [T, D] each, at `positions` [T] -> per stage the context rows [T, dh], ready for its ring."""
-        main = self.main_norm(self.main_proj(fp8_grid(torch.cat(taps, dim=-1), self.numerics)))  # [T, D]
-        main8 = fp8_grid(main, self.numerics)
+        main = self.main_norm(self.main_proj(product_grid(torch.cat(taps, dim=-1), self.numerics)))  # [T, D]
+        main8 = product_grid(main, self.numerics)
         return [stage.attn.window_row(main8, positions) for stage in self.stages]
 
     def observe(self, rings: list[kv_copy.Ring], taps: tuple[Tensor, ...], slots: Tensor, positions: Tensor) -> None:
@@ -127,10 +127,11 @@ class DSpark(nn.Module):
         s = backbone.embed(batch.ids)[:, None].expand(-1, text.hc_mult, -1).contiguous()  # [N B, S, D]
         pre = torch.zeros(s.shape[:2], dtype=torch.float32, device=device)
         pre[:, 0] = 1.0
+        streams = hyper.Streams(s, pre)
         for stage, ring in zip(self.stages, rings, strict=True):
             memory = BlockMemory(ring, slots, last, text.sliding_window, block, self.numerics.round_probs)
-            s, pre, _ = stage(s, pre, batch, cast("LayerMemory", memory), None)
-        y = hyper.hyper_collapse(s, pre)  # [N B, D]
+            streams, _ = stage(streams, batch, cast("LayerMemory", memory), None)
+        y = hyper.hyper_collapse(hyper.settle(streams), streams.pre)  # [N B, D]
         base = backbone.head(self.norm(y)).unflatten(0, (num, block))  # [N, B, V]
         y = y.unflatten(0, (num, block))
         tokens, logits, confidence = [], [], []

@@ -1,10 +1,13 @@
 """The few modules that model families share: linears with their number format, norms, quantised lookup tables.
 
-Weights live in a compute form. In the quantised profiles that is bfloat16, which holds every E4M3 x 2^k and E2M1 x 2^k
-exactly; in the `float` profile it is float32. What a weight is on disk is its `store`: "fp8", "fp4", "bf16" or "f32".
+What a weight is on disk is its `store`: "fp8", "fp4", "bf16" or "f32". On a GPU a quantised weight keeps its bytes and
+is widened inside the product. On a CPU it lives in a compute form: bfloat16, which holds every E4M3 x 2^k and E2M1 x
+2^k exactly, and float32 in the `float` profile. `packs` decides, from where tensors are being made and the profile.
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Generic, Literal, Protocol, TypeVar, cast
 
 import torch
@@ -44,6 +47,36 @@ def fp8_grid(x: Tensor, numerics: Numerics) -> Tensor:
     return quant.roundtrip_fp8(x) if numerics.quantise else x
 
 
+def product_grid(x: Tensor, numerics: Numerics) -> Tensor:
+    """x as it enters a quantised product: on the FP8 grid, and carried by one scale a row where the profile says so."""
+    return carried(fp8_grid(x, numerics), numerics)
+
+
+def carried(x: Tensor, numerics: Numerics) -> Tensor:
+    """What is on the FP8 grid already, as `product_grid` has it."""
+    return quant.roundtrip_carry(x) if numerics.one_scale else x
+
+
+_packed: ContextVar[bool | None] = ContextVar("packed", default=None)
+
+
+@contextmanager
+def packed_weights(on: bool = True) -> Iterator[None]:
+    """Inside this block models are built with (or without) packed weights, whatever the device: for tests."""
+    token = _packed.set(on)
+    try:
+        yield
+    finally:
+        _packed.reset(token)
+
+
+def packs(numerics: Numerics) -> bool:
+    """Do quantised weights made now keep their bytes? On a GPU, in the quantised profiles."""
+    forced = _packed.get()
+    on_gpu = torch.get_default_device().type == "cuda"
+    return numerics.quantise and (on_gpu if forced is None else forced)
+
+
 def read_weight(source: TensorSource, name: str, store: Store) -> Tensor:
     """The values of `name`.weight in float32 or bfloat16, whatever its format on disk."""
     weight = source.tensor(f"{name}.weight")
@@ -54,6 +87,18 @@ def read_weight(source: TensorSource, name: str, store: Store) -> Tensor:
     return weight
 
 
+def read_fp4(source: TensorSource, name: str, into: quant.Fp4Matrix) -> None:
+    """Copy an expert's matrix `name` as it is in the file, [N, K/2] and [N, K/32]."""
+    into.codes.copy_(source.tensor(f"{name}.weight").view(torch.uint8))
+    into.scales.copy_(source.tensor(f"{name}.scale").view(torch.uint8))
+
+
+def empty_fp4(experts: int, outputs: int, inputs: int) -> quant.Fp4Matrix:
+    """Room for [experts, outputs, inputs]."""
+    codes = torch.empty(experts, outputs, inputs // 2, dtype=torch.uint8)
+    return quant.Fp4Matrix(codes, torch.empty(experts, outputs, inputs // quant.MX_GROUP, dtype=torch.uint8))
+
+
 def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
     """An unset parameter; gradients are switched on by whoever trains."""
     return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
@@ -62,23 +107,68 @@ def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
 class Linear(nn.Module):
     """x @ weight^T, float32 accumulation, one rounding.
 
-    wide  the result stays in float32: compressor inputs, router and head, which the model computes in float32 from
-          bfloat16 operands. Until weights are loaded they are float32, for whoever trains them.
+    wide    the result stays in float32: compressor inputs, router and head, which the model computes in float32 from
+            bfloat16 operands. Until weights are loaded they are float32, for whoever trains them.
+    matrix  what products read: the parameter, or the packed bytes in its place.
     """
 
     def __init__(self, inputs: int, outputs: int, store: Store, numerics: Numerics, *, wide: bool = False):
         super().__init__()
         self.store: Store = store
-        self.wide = wide
+        self.wide, self.numerics = wide, numerics
         self.dtype = activation_dtype(numerics)
-        self.weight = parameter(outputs, inputs, dtype=torch.float32 if wide else self.dtype)
+        self.packed: quant.Fp8Matrix | quant.RowMatrix | None = None
+        if store == "fp8" and packs(numerics):
+            blocks = (-(-outputs // quant.WEIGHT_BLOCK), -(-inputs // quant.WEIGHT_BLOCK))
+            codes = torch.empty(outputs, inputs, dtype=quant.E4M3)
+            if numerics.one_scale:
+                self.packed = quant.RowMatrix(codes, torch.empty(outputs))
+            else:
+                self.packed = quant.Fp8Matrix(codes, torch.empty(blocks, dtype=torch.uint8))
+            self.register_parameter("weight", None)
+        else:
+            self.weight = parameter(outputs, inputs, dtype=torch.float32 if wide else self.dtype)
+
+    @property
+    def matrix(self) -> quant.Matrix:
+        return self.weight if self.packed is None else self.packed
 
     def forward(self, x: Tensor) -> Tensor:
-        return gemm.linear(x, self.weight, out_dtype=torch.float32 if self.wide else None)
+        return gemm.linear(x, self.matrix, out_dtype=torch.float32 if self.wide else None)
 
     def load(self, source: TensorSource, name: str) -> None:
-        self.weight.data = self.weight.data.to(self.dtype)  # holds what is in the file, in half the bytes of float32
-        self.weight.data.copy_(read_weight(source, name, self.store))
+        """Take the weight `name` from the file, whole."""
+        self.load_rows(source, name, 0)
+
+    def load_rows(self, source: TensorSource, name: str, start: int) -> None:
+        """Take the weight `name` as the rows from `start` on: two matrices that share their input may lie in one."""
+        if self.packed is None:
+            if self.weight.dtype != self.dtype:  # holds what is in the file, in half the bytes of float32
+                self.weight.data = self.weight.data.to(self.dtype)
+            weight = read_weight(source, name, self.store)
+            if self.store == "fp8" and self.numerics.one_scale:
+                weight = quant.roundtrip_carry(weight)
+            self.weight.data[start : start + weight.shape[0]] = weight
+            return
+        file = quant.Fp8Matrix(source.tensor(f"{name}.weight"), source.tensor(f"{name}.scale").view(torch.uint8))
+        rows = file.shape[0]
+        device = self.packed.codes.device
+        if isinstance(self.packed, quant.RowMatrix):
+            file = quant.by_row(quant.Fp8Matrix(*(part.to(device) for part in file)))
+        for mine, theirs in zip(quant.rows_of(self.packed, start, start + rows), file, strict=True):
+            mine.copy_(theirs)
+
+
+def join(a: Linear, b: Linear) -> quant.Matrix:
+    """One matrix of the rows of both. Their weights become views of it, so nothing is held twice."""
+    end, count = a.matrix.shape[0], a.matrix.shape[0] + b.matrix.shape[0]
+    if a.packed is None or b.packed is None:
+        weight = torch.cat([a.weight.detach(), b.weight.detach()])
+        a.weight.data, b.weight.data = weight[:end], weight[end:]
+        return weight
+    whole = type(a.packed)(*(torch.cat(parts) for parts in zip(a.packed, b.packed, strict=True)))
+    a.packed, b.packed = quant.rows_of(whole, 0, end), quant.rows_of(whole, end, count)
+    return whole
 
 
 class RMSNorm(nn.Module):

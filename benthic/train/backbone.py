@@ -30,6 +30,7 @@ PLAIN = Numerics(
     round_probs=False,
     round_scores=False,
     round_hidden=False,
+    one_scale=False,
 )
 
 

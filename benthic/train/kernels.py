@@ -222,6 +222,7 @@ class TrainingKernels:
         limit: float,
         quantise: bool,
         round_hidden: bool = True,
+        one_scale: bool = False,
     ) -> Tensor:
         h13 = F.linear(x, w13.flatten(0, 1))  # [T, E*2I]
         y = self.piece(expert_hidden)(h13, weights, limit, quantise)

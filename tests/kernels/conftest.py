@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ GOLDEN = Path(__file__).parent.parent / "golden" / "kernels"
 PLACES = ["reference", "cpu"]
 if torch.cuda.is_available():  # listed only then: hundreds of skipped tests would hide the rest
     PLACES += [pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda-reference", "cuda")]
+elif (
+    find_spec("triton") is not None
+):  # the Triton kernels on CPU tensors; tests/conftest.py switches the interpreter on
+    PLACES += ["interpreter"]
 
 
 @pytest.fixture(scope="module", params=PLACES)
@@ -25,6 +30,9 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     where = torch.device("cuda" if name.startswith("cuda") else "cpu")
     if name.endswith("reference"):
         with backends.reference():
+            yield where
+    elif name == "interpreter":
+        with backends.use("triton"):
             yield where
     else:
         yield where

@@ -2,6 +2,8 @@
 
 import sys
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 
 import pytest
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from benthic.kernels import backends, norm
 
-MODULE = "tests_kernels_fake_backend"
+MODULE = "benthic.kernels.fake.norm"
 
 
 @pytest.fixture
@@ -20,7 +22,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     module.__dict__["available"] = lambda: True
     module.__dict__["rms_norm"] = lambda x, weight, eps: torch.full_like(x, 7.0)
     monkeypatch.setitem(sys.modules, MODULE, module)
-    monkeypatch.setitem(backends.TABLE, "rms_norm", {"cpu": MODULE})
+    monkeypatch.setitem(backends.SERVES, "fake", frozenset({"rms_norm"}))
+    monkeypatch.setitem(backends.ORDER, "cpu", ("fake",))
     backends._load.cache_clear()
     yield module
     backends._load.cache_clear()
@@ -57,9 +60,25 @@ def test_other_devices_and_ops_have_none(fake: ModuleType) -> None:
     assert backends.pick("no such op", torch.empty(1)) is None
 
 
+def test_a_backend_can_be_forced(fake: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(backends.ORDER, "cpu", ("native",))
+    with backends.use("fake"):
+        assert call(torch.full((4,), 2.0)) == 7.0
+        assert backends.pick("rotate", torch.empty(1)) is None  # what it does not have runs the reference
+    assert call(torch.full((4,), 2.0)) == pytest.approx(1.0)
+
+
+def test_invariance_is_asked_for_inside_the_block_only() -> None:
+    assert not backends.is_invariant()
+    with backends.invariant():
+        assert backends.is_invariant()
+    assert not backends.is_invariant()
+
+
 def test_every_listed_implementation_exists() -> None:
-    for op in backends.TABLE:
-        for device in backends.TABLE[op]:
-            if device == "cpu":
-                run = backends.pick(op, torch.empty(1))
-                assert run is None or callable(run)
+    for backend, ops in backends.SERVES.items():
+        for op in ops:
+            path = f"benthic.kernels.{backend}.{backends.FILES[op]}"
+            if find_spec(backend) is None and backend != "native":
+                continue  # an optional package that is not installed
+            assert callable(getattr(import_module(path), op)), f"{path} has no {op}"

@@ -106,7 +106,7 @@ def test_taps_are_the_streams_that_enter_the_target_layers(checkpoint: Checkpoin
     targets = checkpoint.config.text.dspark_target_layer_ids
     seen: list[Tensor] = []
     for target in targets:
-        model.layers[target].register_forward_pre_hook(lambda _, args: seen.append(args[0].mean(dim=1)))  # pyright: ignore
+        model.layers[target].register_forward_pre_hook(lambda _, args: seen.append(args[0].s.mean(dim=1)))  # pyright: ignore
     storage = Storage(model.cache_spec, 2, 2)
     batch = Batch(
         ids=torch.tensor(tokens(4)),

@@ -1,5 +1,6 @@
 """The package's model over a token list in chosen chunks, and a recorder of what its blocks read and wrote."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -194,9 +195,14 @@ def recording(package: Package) -> Iterator[Recorder]:
 
         return keep
 
+    write = hyper.hyper_expand  # before it is wrapped: what is looked at here is no call of the model
+
+    def settled(streams: hyper.Streams) -> Any:
+        return streams.s if streams.out is None else write(streams.out, streams.s, streams.post, streams.comb)
+
     def leave(index: int) -> Any:
         def keep(_: Any, args: tuple[Any, ...], out: tuple[Any, ...]) -> None:
-            r.add("layer", args[0], args[1], out[0], out[1])
+            r.add("layer", settled(args[0]), args[0].pre, settled(out[0]), out[0].pre)
             r.layer = -1
 
         return keep
@@ -230,9 +236,17 @@ def recording(package: Package) -> Iterator[Recorder]:
             r.add("reads", selection.entries)
         assert memory.plan.index == r.layer
 
+    writes = itertools.cycle([layer.plan.index for layer in package.model.layers for _ in ("attn", "ffn")])
+
+    def keep_expand(args: tuple[Any, ...], out: Any) -> None:
+        """A layer's last write happens when the next one reads; it is told apart by its turn in the step."""
+        here, r.layer = r.layer, next(writes)
+        r.add("expand", *args, out)
+        r.layer = here
+
     with pytest.MonkeyPatch.context() as patch, fused.apart():
         wrap(patch, hyper, "hyper_collapse", lambda a, out: r.add("collapse", a[0], a[1], out))
-        wrap(patch, hyper, "hyper_expand", lambda a, out: r.add("expand", *a, out))
+        wrap(patch, hyper, "hyper_expand", keep_expand)
         wrap(patch, moe_gate, "route", lambda a, out: r.add("route", a[0], *out))
         wrap(patch, engram, "ngram_rows", lambda a, out: r.add("ngram_rows", out))
         wrap(patch, engram, "engram_gate", lambda a, out: r.add("engram_gate", a[0], a[1], a[2], out))

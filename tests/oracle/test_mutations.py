@@ -566,7 +566,7 @@ def transposed_comb(patch: Patch, package: Package) -> None:
 
 def uniform_first_read(patch: Patch, package: Package) -> None:
     def make(real: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda s, pre, *rest: real(s, torch.full_like(pre, 0.25), *rest)
+        return lambda streams, *rest: real(streams._replace(pre=torch.full_like(streams.pre, 0.25)), *rest)
 
     around(patch, layers(package)[0], "forward", make)
 
@@ -574,13 +574,14 @@ def uniform_first_read(patch: Patch, package: Package) -> None:
 def unshifted(patch: Patch, package: Package) -> None:
     """Each sublayer reads with its own mix, as V4 did."""
 
-    def forward(self: Any, s: Tensor, pre: Tensor, batch: Any, kv: Any, shared: Any) -> Any:
+    def forward(self: Any, streams: hyper.Streams, batch: Any, kv: Any, shared: Any) -> Any:
+        s = hyper.settle(streams)
         own, post, comb = self.hc_attn(s)
         o, shared = self.attn(self.attn_norm(hyper.hyper_collapse(s, own)), batch, kv, shared)
         s = hyper.hyper_expand(o, s, post, comb)
         own, post, comb = self.hc_ffn(s)
         o = self.ffn(self.ffn_norm(hyper.hyper_collapse(s, own)), batch.images)
-        return hyper.hyper_expand(o, s, post, comb), own, shared
+        return hyper.Streams(hyper.hyper_expand(o, s, post, comb), own), shared
 
     patch.setattr(deepseek_v41.Layer, "forward", forward)
 
@@ -593,9 +594,11 @@ def _taps(output: bool) -> Callable[[Patch, Package], None]:
         for i in (7, 8, 9):
 
             def make(real: Callable[..., Any]) -> Callable[..., Any]:
-                def call(s: Tensor, pre: Tensor, *rest: Any) -> Any:
-                    out = real(s, pre, *rest)
-                    seen.append(out[0].mean(1) if output else hyper.hyper_collapse(s, pre))
+                def call(streams: hyper.Streams, *rest: Any) -> Any:
+                    out = real(streams, *rest)
+                    at = out[0] if output else streams
+                    s = hyper.settle(at)
+                    seen.append(s.mean(1) if output else hyper.hyper_collapse(s, at.pre))
                     return out
 
                 return call

@@ -1,9 +1,11 @@
-"""C versions of `kernels/fused.py`; the contracts are there. Shapes that fill no vector are declined with None."""
+"""C versions of `kernels/fused.py`; the contracts are there. Shapes that fill no vector, packed weights and one
+scale a row are declined with None."""
 
 import torch
 from torch import Tensor
 
 from benthic.errors import ShapeError
+from benthic.kernels import hyper, quant
 from benthic.kernels.native import build
 from benthic.kernels.native.build import available as available
 
@@ -14,8 +16,7 @@ _moe = build.function("benthic_moe", "pipplpppppllllliffiii", build.INT)
 
 
 def hyper_read(
-    s: Tensor,
-    pre: Tensor,
+    pending: hyper.Streams,
     fn: Tensor,
     scale: Tensor,
     base: Tensor,
@@ -23,13 +24,15 @@ def hyper_read(
     norm_eps: float,
     hc_eps: float,
     iters: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    rows, streams, width = s.shape
-    wide = build.wide(s)
-    if wide is None or streams not in (4, 8) or width % 16 or not s.is_contiguous():
+) -> tuple[Tensor, hyper.Streams] | None:
+    rows, streams, width = pending.s.shape
+    pre = pending.pre
+    wide = build.wide(pending.s)
+    if wide is None or streams not in (4, 8) or width % 16 or not pending.s.is_contiguous():
         return None
     if not (_f32(pre) and _f32(fn) and _f32(scale) and _f32(base) and _f32(weight)):
         return None
+    s = hyper.settle(pending)
     h = torch.empty((rows, width), dtype=s.dtype)
     # one allocation for the three small results
     room = torch.empty(rows * streams * (2 + streams))
@@ -58,22 +61,26 @@ def hyper_read(
             build.threads(),
         )
     )
-    return h, next_pre.view(rows, streams), post.view(rows, streams), comb.view(rows, streams, streams)
+    shape = (rows, streams)
+    return h, hyper.Streams(s, next_pre.view(shape), None, post.view(shape), comb.view(*shape, streams))
 
 
 def attention_inputs(
     h: Tensor,
     positions: Tensor,
     freqs: Tensor,
-    wq_a: Tensor,
+    wqkv_a: quant.Matrix,
     q_norm: Tensor,
-    wq_b: Tensor,
-    wkv: Tensor,
+    wq_b: quant.Matrix,
     kv_norm: Tensor,
     eps: float,
+    one_scale: bool,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
+    if one_scale or not isinstance(wqkv_a, Tensor) or not isinstance(wq_b, Tensor):
+        return None
     rows, width = h.shape
-    rank, inner, channels, pairs = wq_a.shape[0], wq_b.shape[0], wkv.shape[0], freqs.shape[0]
+    rank, inner, channels, pairs = q_norm.shape[0], wq_b.shape[0], kv_norm.shape[0], freqs.shape[0]
+    wq_a, wkv = wqkv_a[:rank], wqkv_a[rank:]
     if width % 32 or rank % 32 or channels % 32 or inner % channels or pairs % 8 or pairs > 128:
         return None
     if not (_bf16(h) and _bf16(wq_a) and _bf16(wq_b) and _bf16(wkv)):
@@ -110,8 +117,17 @@ def attention_inputs(
 
 
 def attention_output(
-    o: Tensor, positions: Tensor, freqs: Tensor, wo_a: Tensor, wo_b: Tensor, groups: int, quantise_wo_a: bool
+    o: Tensor,
+    positions: Tensor,
+    freqs: Tensor,
+    wo_a: quant.Matrix,
+    wo_b: quant.Matrix,
+    groups: int,
+    quantise_wo_a: bool,
+    one_scale: bool,
 ) -> Tensor | None:
+    if one_scale or not isinstance(wo_a, Tensor) or not isinstance(wo_b, Tensor):
+        return None
     rows, heads, channels = o.shape
     rank, width, pairs = wo_a.shape[0] // groups, wo_b.shape[0], freqs.shape[0]
     if channels % 32 or rank % 32 or width < 16 or pairs % 8 or pairs > 128 or heads % groups:
@@ -145,16 +161,21 @@ def moe(
     h: Tensor,
     gate: Tensor,
     bias: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    shared_w13: Tensor,
-    shared_w2: Tensor,
+    w13: quant.Matrix,
+    w2: quant.Matrix,
+    shared_w13: quant.Matrix,
+    shared_w2: quant.Matrix,
     k: int,
     normalise: bool,
     scale: float,
     limit: float,
     round_hidden: bool,
+    one_scale: bool,
 ) -> Tensor | None:
+    if one_scale or not (isinstance(w13, Tensor) and isinstance(w2, Tensor)):
+        return None
+    if not (isinstance(shared_w13, Tensor) and isinstance(shared_w2, Tensor)):
+        return None
     rows, width = h.shape
     experts, inner = gate.shape[0], w2.shape[2]
     if width % 32 or inner % 32 or shared_w13.shape[0] != 2 * inner:

@@ -1,12 +1,13 @@
 """C version of `kernels/gemm.py`; the contract is there. A row has the same bits in any batch.
 
-Widths that fill no vector take the reference.
+Widths that fill no vector, and packed weights, take the reference.
 """
 
 import torch
 from torch import Tensor
 
 from benthic.kernels import gemm as plain
+from benthic.kernels import quant
 from benthic.kernels.native import build
 from benthic.kernels.native.build import available as available
 
@@ -14,8 +15,10 @@ _bf16 = build.function("benthic_linear_bf16", "pllllll" + "ppll" + "ii")
 _f32 = build.function("benthic_linear_f32", "pillllppii", build.INT)
 
 
-def linear(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+def linear(x: Tensor, weight: quant.Matrix, out_dtype: torch.dtype | None = None) -> Tensor:
     out_dtype = out_dtype or x.dtype
+    if not isinstance(weight, Tensor):
+        return plain.linear_reference(x, weight, out_dtype)
     n, k = weight.shape
     small = weight.dtype is build.BF16 and x.dtype is build.BF16
     if (
@@ -46,7 +49,9 @@ def linear(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) -> T
     return out
 
 
-def grouped_linear(x: Tensor, weight: Tensor) -> Tensor:
+def grouped_linear(x: Tensor, weight: quant.Matrix) -> Tensor:
+    if not isinstance(weight, Tensor):
+        return plain.grouped_linear_reference(x, weight)
     groups, n, k = weight.shape
     if x.dtype is not build.BF16 or weight.dtype is not build.BF16 or k % 32 or not weight.is_contiguous():
         return plain.grouped_linear_reference(x, weight)

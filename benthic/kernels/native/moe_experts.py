@@ -1,10 +1,14 @@
-"""C version of `kernels/moe_experts.py`; the contract is there. The float profile takes the reference."""
+"""C version of `kernels/moe_experts.py`; the contract is there.
+
+The float profile, packed weights and one scale a row take the reference.
+"""
 
 import torch
 from torch import Tensor
 
 from benthic.errors import ShapeError
 from benthic.kernels import moe_experts as plain
+from benthic.kernels import quant
 from benthic.kernels.native import build
 from benthic.kernels.native.build import available as available
 
@@ -15,12 +19,15 @@ def experts(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    w13: Tensor,
-    w2: Tensor,
+    w13: quant.Matrix,
+    w2: quant.Matrix,
     limit: float,
     quantise: bool,
     round_hidden: bool = True,
+    one_scale: bool = False,
 ) -> Tensor:
+    if one_scale or not isinstance(w13, Tensor) or not isinstance(w2, Tensor):
+        return plain.experts_reference(x, ids, weights, w13, w2, limit, quantise, round_hidden, one_scale)
     rows, width = x.shape
     count, inner, k = w13.shape[0], w2.shape[2], ids.shape[1]
     plain_bf16 = all(t.dtype is build.BF16 and t.is_contiguous() for t in (w13, w2)) and x.dtype is build.BF16

@@ -31,14 +31,17 @@ def test_hyper_read(rows: int, dtype: torch.dtype) -> None:
     s, pre = draw(rows, 4, 256, dtype=dtype), draw(rows, 4, seed=1, dtype=torch.float32)
     fn, base = draw(24, 1024, dtype=torch.float32) / 32, draw(24, dtype=torch.float32)
     scale, weight = torch.tensor([0.5, 1.0, 2.0]), draw(256, dtype=torch.float32)
-    got = fused.hyper_read(s, pre, fn, scale, base, weight, EPS, 1e-6, 20)
-    assert got is not None
-    want = (
-        norm.rms_norm(hyper.hyper_collapse(s, pre), weight, EPS),
-        *hyper.hyper_mixes(s, fn, scale, base, EPS, 1e-6, 20),
-    )
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
+    out, post, comb = draw(rows, 256, dtype=dtype), pre.sigmoid(), draw(rows, 4, 4, dtype=torch.float32).softmax(-1)
+    for streams in (hyper.Streams(s, pre), hyper.Streams(s, pre, out, post, comb)):
+        got = fused.hyper_read(streams, fn, scale, base, weight, EPS, 1e-6, 20)
+        assert got is not None
+        settled = hyper.settle(streams)
+        assert torch.equal(got[0], norm.rms_norm(hyper.hyper_collapse(settled, pre), weight, EPS))
+        assert got[1].out is None
+        want = (settled, *hyper.hyper_mixes(settled, fn, scale, base, EPS, 1e-6, 20))
+        for a, b in zip((got[1].s, got[1].pre, got[1].post, got[1].comb), want, strict=True):
+            assert a is not None
+            assert torch.equal(a, b)
 
 
 @rows_list
@@ -46,7 +49,7 @@ def test_attention_inputs(rows: int) -> None:
     h, positions = draw(rows, 256), torch.arange(rows) * 91
     wq_a, wq_b, wkv = draw(96, 256) / 16, draw(6 * 128, 96) / 10, draw(128, 256, seed=2) / 16
     q_norm, kv_norm = draw(96, dtype=torch.float32), draw(128, dtype=torch.float32)
-    got = fused.attention_inputs(h, positions, FREQS, wq_a, q_norm, wq_b, wkv, kv_norm, EPS)
+    got = fused.attention_inputs(h, positions, FREQS, torch.cat([wq_a, wkv]), q_norm, wq_b, kv_norm, EPS, False)
     assert got is not None
     h8 = quant.roundtrip_fp8(h)
     qa = quant.roundtrip_fp8(norm.rms_norm(gemm.linear(h8, wq_a), q_norm, EPS))
@@ -61,7 +64,7 @@ def test_attention_inputs(rows: int) -> None:
 def test_attention_output(rows: int, quantise_wo_a: bool) -> None:
     o, positions = draw(rows, 8, 128), torch.arange(rows) * 17
     wo_a, wo_b = draw(4 * 32, 256) / 16, draw(256, 128, seed=3) / 11
-    got = fused.attention_output(o, positions, FREQS, wo_a, wo_b, 4, quantise_wo_a)
+    got = fused.attention_output(o, positions, FREQS, wo_a, wo_b, 4, quantise_wo_a, False)
     assert got is not None
     back = rope.rotate(o, positions, FREQS, inverse=True).reshape(rows, 4, 256)
     back = quant.roundtrip_fp8(back) if quantise_wo_a else back
@@ -79,7 +82,7 @@ def test_moe(rows: int, round_hidden: bool, per_row_bias: bool, wide_gate: bool)
     bias = draw(rows, 12, dtype=torch.float32) if per_row_bias else draw(12, dtype=torch.float32)
     w13, w2 = draw(12, 192, 256, seed=4) / 16, draw(12, 256, 96, seed=5) / 10
     shared_w13, shared_w2 = draw(192, 256, seed=6) / 16, draw(256, 96, seed=7) / 10
-    got = fused.moe(h, gate, bias, w13, w2, shared_w13, shared_w2, 4, True, 1.5, 10.0, round_hidden)
+    got = fused.moe(h, gate, bias, w13, w2, shared_w13, shared_w2, 4, True, 1.5, 10.0, round_hidden, False)
     assert got is not None
     ids, weights = moe_gate.route(h, gate, bias, 4, True, 1.5)
     h8 = quant.roundtrip_fp8(h)
@@ -96,7 +99,7 @@ def test_taken_apart() -> None:
     wo_a, wo_b = draw(4 * 32, 256), draw(256, 128)
 
     def run() -> Tensor | None:
-        return fused.attention_output(o, positions, FREQS, wo_a, wo_b, 4, False)
+        return fused.attention_output(o, positions, FREQS, wo_a, wo_b, 4, False, False)
 
     assert run() is not None
     with fused.apart():
@@ -106,4 +109,4 @@ def test_taken_apart() -> None:
         assert run() is None
     wo_b.requires_grad_()
     assert run() is None
-    assert fused.attention_output(o[..., :100], positions, FREQS, wo_a, wo_b.detach(), 4, False) is None
+    assert fused.attention_output(o[..., :100], positions, FREQS, wo_a, wo_b.detach(), 4, False, False) is None

@@ -1,0 +1,82 @@
+"""Triton kernels compiled for Hopper on a machine without a GPU, by running the Python around them.
+
+Inside `compiling()` every kernel launch becomes a compilation with the very arguments of that launch, so alignment and
+constants are what they are on the device; nothing is computed. Not in a process that runs Triton's interpreter.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+
+class Built(NamedTuple):
+    """One compiled kernel."""
+
+    name: str
+    registers: int  # a thread
+    stack_bytes: int  # a thread; above 0 something spills or is indexed at run time
+    shared_bytes: int  # a block
+    warps: int
+    wgmma: int  # warp-group matrix instructions in the PTX
+    asm: dict[str, Any]  # "ttgir", "ptx", "cubin", ...
+
+
+class _Hopper:
+    """As much of a driver as compiling asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def _resources(kernel: Any) -> Built:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+)", text), re.search(r"STACK:(\d+)", text)
+    assert registers is not None, text
+    assert stack is not None, text
+    meta = kernel.metadata
+    wgmma = kernel.asm["ptx"].count("wgmma.mma_async")
+    return Built(meta.name, int(registers[1]), int(stack[1]), meta.shared, meta.num_warps, wgmma, kernel.asm)
+
+
+@contextmanager
+def compiling() -> Iterator[list[Built]]:
+    """Inside this block launches only compile; the list has one entry a launch."""
+    built: list[Built] = []
+    launch = JITFunction.__getitem__
+
+    def compile_only(kernel: JITFunction, grid: Any) -> Callable[..., None]:
+        def call(*args: Any, **options: Any) -> None:
+            built.append(_resources(kernel.warmup(*args, grid=(1,), **options)))
+
+        return call
+
+    driver.set_active(cast("Any", _Hopper()))
+    JITFunction.__getitem__ = compile_only  # type: ignore[method-assign]
+    try:
+        yield built
+    finally:
+        JITFunction.__getitem__ = launch  # type: ignore[method-assign]
