@@ -54,7 +54,17 @@ FILES: dict[str, str] = {  # op -> the file it is in, the same in every backend
 SERVES: dict[str, frozenset[str]] = {  # backend -> ops it has
     "native": frozenset(FILES)
     - {"table_rows", "pool_groups", "close_groups", "attend", "select_records", "sample_rows"},
-    "triton": frozenset[str](),
+    "triton": frozenset(
+        {
+            "rms_norm",
+            "rotate",
+            "swiglu",
+            "roundtrip_fp8",
+            "roundtrip_mxfp4",
+            "roundtrip_nvfp4",
+            "dequantise_fp8",
+        }
+    ),
 }
 
 ORDER: dict[str, tuple[str, ...]] = {
