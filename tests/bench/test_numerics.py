@@ -1,0 +1,237 @@
+"""`bench/numerics.py`: schemes by their definitions, the guard, products noted in a model, profiles compared."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import benthic
+from benthic.bench import numerics
+from benthic.config import Config
+from benthic.engine.llm import LLM
+from benthic.errors import BenchError
+from benthic.kernels import gemm, moe_experts, quant
+from benthic.models.deepseek_v41 import DeepseekV41, from_checkpoint
+from benthic.models.weights import Checkpoint
+from benthic.types import NUMERICS
+
+CPU = torch.device("cpu")
+IDS = (0, 5, 300, 17, 2000, 44, 9, 812, 3, 77, 1500, 6)
+
+
+def uneven(rows: int, groups: int, binades: int) -> Tensor:
+    x = torch.randn(rows, groups, 32) * torch.exp2(-torch.randint(0, binades + 1, (rows, groups, 1)).float())
+    return quant.roundtrip_fp8(x.flatten(1).bfloat16())
+
+
+# ---- schemes ---------------------------------------------------------------------------------------------------------
+
+
+def test_requantised_blocks_by_definition() -> None:
+    x = torch.randn(3, 256) * 5
+    got = numerics.blocks_requantised(x, 128)
+    for row in range(3):
+        for start in (0, 128):
+            part = x[row, start : start + 128]
+            scale = float(part.abs().max()) / 448
+            want = torch.tensor([v / scale for v in part.tolist()]).to(quant.E4M3).float() * scale
+            torch.testing.assert_close(got[row, start : start + 128], want, rtol=1e-6, atol=0)
+    assert torch.equal(numerics.blocks_requantised(torch.zeros(1, 128), 0), torch.zeros(1, 128))
+
+
+@pytest.mark.parametrize("binades", [0, 5, 12, 20])
+def test_what_a_carried_row_loses_is_bounded(binades: int) -> None:
+    """The module's first paragraph: 2^-10 s, s at most a 224th of the largest value; nothing above 2^-6 s."""
+    x = uneven(40, 16, binades).float()
+    top = x.abs().amax(-1, keepdim=True)
+    off = (numerics.blocks_carried(x, 0) - x).abs()
+    assert bool((off <= 2.0**-10 / 224 * top).all())
+    assert bool((off[x.abs() >= 2.0**-6 / 224 * top] == 0).all())
+    assert bool(off.any()) == (binades >= 5)
+
+
+def test_carried_blocks_are_carried_alone() -> None:
+    x = uneven(4, 16, 18)
+    want = torch.cat([quant.roundtrip_carry(part) for part in x.split(128, dim=1)], dim=1)
+    assert torch.equal(numerics.blocks_carried(x, 128), want.float())
+
+
+@pytest.mark.parametrize("binades", [0, 7, 14, 18])
+def test_two_carried_rows_hold_a_token(binades: int) -> None:
+    x = uneven(40, 16, binades).float()
+    assert torch.equal(numerics.in_two(x), x)
+
+
+# ---- the guard -------------------------------------------------------------------------------------------------------
+
+
+def test_distance() -> None:
+    rows = [
+        [1.0] * 32 + [2.0**-7] * 32 + [0.0] * 32,  # zeros do not count
+        [1.9] + [0.0] * 31 + [1.0] * 64,
+        [0.0] * 96,
+        [0.0] * 64 + [3.0] * 32,
+    ]
+    assert numerics.distance(torch.tensor(rows)).tolist() == [7, 0, 0, 0]
+
+
+def test_guarded_tokens_keep_their_values() -> None:
+    x = uneven(64, 8, 16).float()
+    far = numerics.distance(x) > 12
+    got = numerics.guarded(x, 12)
+    assert 0 < int(far.sum()) < 64
+    assert torch.equal(got[far], x[far])
+    assert torch.equal(got[~far], numerics.blocks_carried(x[~far], 0))
+    assert not torch.equal(numerics.blocks_carried(x, 0)[far], x[far])
+
+
+def test_spread_counts_tokens() -> None:
+    far = [0, 7, 9, 9, 13, 30]
+    x = torch.stack([torch.tensor([1.0] * 32 + [2.0**-d] * 32) for d in far])
+    spread = numerics.Spread.of(x)
+    assert spread.tokens == 6
+    assert spread.farthest == 30
+    assert spread.above == {guard: pytest.approx(sum(d > guard for d in far) / len(far)) for guard in numerics.GUARDS}
+    assert spread.lost == pytest.approx(math.sqrt(32) * 2.0**-30 / math.sqrt(32 + 32 * 2.0**-60))
+    json.dumps(spread.json())
+
+
+# ---- errors of products ----------------------------------------------------------------------------------------------
+
+
+def test_errors_by_hand() -> None:
+    """One token, one weight row, values that carry exactly but for the last group, which is flushed."""
+    x = torch.tensor([[1.0] * 32 + [2.0**-20] * 96])
+    weight = torch.tensor([[0.0] * 32 + [1.0] * 96])
+    found = numerics.errors([numerics.Product("one", x, x, weight)])
+    assert found["schemes"]["exact"] == {"error": 0.0, "rounded": 0.0, "worst": 0.0}
+    assert found["schemes"]["carried"]["error"] == 1.0
+    assert found["guards"]["14"]["error"] == 0.0
+    assert found["in two"]["error"] == 0.0
+    assert found["spread"]["farthest"] == 20
+
+
+def test_synthetic_products_say_what_the_module_says() -> None:
+    """The exact scheme is exact, carrying costs next to nothing but where outliers are muted, and the guard helps."""
+    products = {p.name: p for p in numerics.synthetic(CPU, 0, 16, 32, 1024)}
+    assert len(products) == 18
+    found = {name: numerics.errors([product]) for name, product in products.items()}
+    for name, values in found.items():
+        assert values["schemes"]["exact"]["error"] == 0, name
+        assert values["in two"]["error"] < 1e-9, name
+        carried = values["schemes"]["carried"]["error"]
+        if "muted" not in name:
+            assert carried < 3e-4, name
+            assert carried < values["schemes"]["per 128"]["error"] / 50, name
+    worst = found["outlier channels x 30000, muted"]
+    assert worst["schemes"]["carried"]["error"] > 0.01
+    assert worst["guards"]["10"]["error"] < 1e-3
+    kernels = numerics.kernel_errors(list(products.values()))
+    for name, values in kernels.items():
+        assert values["carried"] == pytest.approx(found[name]["schemes"]["carried"]["rounded"], rel=0.02), name
+        assert values.get("exact", 2e-3) < 2.5e-3, name
+
+
+# ---- in a model ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Checkpoint:
+    return Checkpoint.open(Path(benthic.__file__).parent / "minnow")
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Checkpoint) -> DeepseekV41:
+    return from_checkpoint(checkpoint, NUMERICS["production"])
+
+
+def test_every_quantised_product_is_noted(model: DeepseekV41) -> None:
+    before = (gemm.linear, gemm.grouped_linear, quant.roundtrip_fp8, moe_experts.experts)
+    seen: list[numerics.Product] = []
+    plain = numerics.forward(model, IDS)
+    with numerics.watched(model, seen):
+        watched = numerics.forward(model, IDS)
+    assert (gemm.linear, gemm.grouped_linear, quant.roundtrip_fp8, moe_experts.experts) == before
+    assert torch.equal(watched.logits, plain.logits)
+    layers = len(model.layers)
+    count: dict[str, int] = {}
+    for product in seen:
+        count[product.name] = count.get(product.name, 0) + 1
+        assert torch.equal(quant.roundtrip_fp8(product.raw.float()), product.x.float()), product.name
+        assert product.x.shape[1] == product.weight.shape[1], product.name
+    once = {"attn.wo_b", "ffn.shared_w13", "ffn.shared_w2", "attn.wq_b"}
+    assert {name for name in count if count[name] == layers} >= once
+    assert count["attn.wo_a"] == layers * model.config.text.o_groups
+    assert count["experts.w13"] == count["experts.w2"]
+    rows = sum(len(product.x) for product in seen if product.name == "experts.w2")
+    assert rows == layers * len(IDS) * model.config.text.num_experts_per_tok
+    stored = {name for name, module in model.named_modules() if getattr(module, "store", None) == "fp8"}
+    assert {name.split(".", 2)[2] for name in stored} | {"experts.w13", "experts.w2"} == set(count)
+
+
+def test_layers_fed_with_equal_streams(model: DeepseekV41) -> None:
+    run = numerics.forward(model, IDS)
+    again = numerics.forward(model, IDS, run.entries)
+    assert torch.equal(again.logits, run.logits)
+    assert numerics.layer_errors(again, run) == [0.0] * len(model.layers)
+    other = run.entries[-1]._replace(s=torch.zeros_like(run.entries[-1].s))
+    fed = numerics.forward(model, IDS, [*run.entries[:-1], other])
+    assert [torch.equal(a, b) for a, b in zip(fed.exits, run.exits, strict=True)] == [True] * 9 + [False]
+    bent = run._replace(exits=[run.exits[0], run.exits[1] + 1, *run.exits[2:]])
+    found = numerics.layer_errors(bent, run)
+    assert [error > 0 for error in found[:3]] == [False, True, False]
+
+
+def test_logits_compared_by_hand() -> None:
+    logits = numerics.Logits()
+    want = torch.tensor([[0.0, math.log(3.0)], [2.0, 0.0]])
+    got = torch.tensor([[0.0, 0.0], [2.0, 0.0]])
+    logits.add(got, want)
+    found = logits.json()
+    kl = 0.25 * math.log(0.5) + 0.75 * math.log(1.5)  # of (1/4, 3/4) from (1/2, 1/2)
+    assert found["kl max"] == pytest.approx(kl)
+    assert found["kl"] == pytest.approx(kl / 2)
+    assert found["same first token"] == 0.5
+    assert found["largest difference"] == pytest.approx(math.log(3.0))
+
+
+# ---- the report ------------------------------------------------------------------------------------------------------
+
+
+def test_answers_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM("minnow", cpu__threads=1) as llm:
+        replies = iter([" 4821 ", "4822"])
+
+        class Done:
+            def __init__(self) -> None:
+                self.text = next(replies)
+
+        seen: list[list[list[int]]] = []
+
+        def generate(rows: list[list[int]], *rest: object, **options: object) -> list[Done]:
+            seen.append(rows)
+            return [Done() for _ in rows]
+
+        monkeypatch.setattr(llm, "generate", generate)
+        assert numerics.answers(llm, [("one", "4821"), ("two", "4821")]) == 0.5
+        assert len(seen[0]) == 2
+        monkeypatch.setattr(llm, "tokenizer", None)
+        with pytest.raises(BenchError, match=r"tokenizer\.json"):
+            numerics.answers(llm, [("one", "1")])
+
+
+@pytest.mark.slow
+def test_the_whole_report(tmp_path: Path) -> None:
+    data = tmp_path / "text.jsonl"
+    data.write_text(json.dumps({"kind": "story", "prompt": "A fox.", "response": "The fox ran home."}) + "\n")
+    options = numerics.Options(data=data, documents=1, tokens=24, profiles=("fast",), needles=(("Code 1?", "1"),))
+    said: list[str] = []
+    found = numerics.run(Config(model="minnow"), options, said.append)
+    json.dumps(found)
+    assert set(found["profiles"]) == {"reference : fast", "reference : plain torch", "fast : plain torch"}
+    assert {m["name"] for m in found["measures"]} >= {"fast: bits per byte", "fast: needles", "reference : fast: KL"}
+    assert "attn.wq_b" in numerics.text(found)
+    assert said
