@@ -56,6 +56,17 @@ class CpuConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuConfig:
+    graphs: bool = opt(True, "decode steps are CUDA graphs, captured at start")
+    engram_tables: str = opt(
+        "device",
+        "where n-gram tables lie: `device`, or `host`: pinned memory read over the link",
+        choices=("device", "host"),
+    )
+    deterministic: bool = opt(False, "the bits of an answer do not depend on what else is computed in the same step")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     model: str = opt("minnow", "a packaged model's name, or a checkpoint folder")
     numerics: str = opt("reference", "how values are rounded: the profile's name", choices=tuple(NUMERICS))
@@ -69,6 +80,7 @@ class Config:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     cpu: CpuConfig = field(default_factory=CpuConfig)
+    gpu: GpuConfig = field(default_factory=GpuConfig)
 
     def __post_init__(self) -> None:
         for setting in settings():

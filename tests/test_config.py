@@ -40,8 +40,9 @@ def test_later_sources_win(write) -> None:
 
 @pytest.mark.parametrize("setting", config.settings(), ids=KEYS)
 def test_every_setting_has_three_spellings(setting: config.Setting, write) -> None:
-    value = {str: setting.choices[-1] if setting.choices else "x", int: int(setting.high or 1 << 20)}[setting.kind]
-    toml = write(f"{setting.key} = {value!r}")
+    text = setting.choices[-1] if setting.choices else "x"
+    value = {str: text, int: int(setting.high or 1 << 20), bool: not setting.default}[setting.kind]
+    toml = write(f"{setting.key} = {str(value).lower() if setting.kind is bool else repr(value)}")
     parser = argparse.ArgumentParser()
     config.add_arguments(parser)
     flag = "--" + setting.key.replace("_", "-")
@@ -80,7 +81,7 @@ def test_unknown_keys_name_the_nearest_known_one(write) -> None:
         ("scheduler.token_budget", True, "an integer"),
         ("scheduler.token_budget", None, "an integer"),
         ("cache.blocks", -1, "at least 0"),
-        ("numerics", "exact", "one of reference, production, float"),
+        ("numerics", "exact", "one of reference, production, fast, float"),
         ("model", 3, "text"),
         ("seed", -1, "or none"),
         ("cpu", 3, "unknown"),

@@ -360,7 +360,22 @@ class LLM:
         self.path = checkpoint.path
         self.tokenizer = None if checkpoint.tokenizer_path is None else Tokenizer(checkpoint.tokenizer_path)
         module = family(checkpoint.config.architectures[0])
-        self.model: Model = module.from_checkpoint(checkpoint, NUMERICS[config.numerics], self.device)
+        with tqdm(
+            total=0 if self.device.type == "cpu" else sum(stored.nbytes for stored in checkpoint.stored.values()),
+            desc="weights",
+            unit="B",
+            unit_scale=True,
+            file=sys.stderr,
+            disable=True if self.device.type == "cpu" else None,  # on a CPU nothing is copied
+            leave=False,
+        ) as bar:
+            self.model: Model = module.from_checkpoint(
+                checkpoint,
+                NUMERICS[config.numerics],
+                self.device,
+                tables_on_host=config.gpu.engram_tables == "host",
+                progress=bar,
+            )
         self.loop = build_loop(
             self.model,
             config,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from benthic.errors import ShapeError
-from benthic.kernels import backends
+from benthic.kernels import backends, quant
 
 GATE_FLOOR = 1e-6  # least magnitude of the dot product under the square root
 
@@ -43,6 +43,29 @@ def ngram_rows(ids: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tensor
         raise ShapeError("ngram_rows: primes, offsets", want=f"[{n - 1}, h] both", got=got)
     run = backends.pick("ngram_rows", ids) or ngram_rows_reference
     return run(ids, multipliers, primes, offsets)
+
+
+def table_rows_reference(codes: Tensor, scales: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    at = rows.to(codes.device)
+    found = codes.view(torch.uint8)[at].view(torch.float8_e4m3fn)
+    return quant.dequantise_fp8(found, scales[at], dtype).to(rows.device)
+
+
+def table_rows(codes: Tensor, scales: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of a quantised table, widened.
+
+    codes    [N, W] float8_e4m3fn; scales [N, W/32] uint8 UE8M0. On the device of `rows`, or in pinned host memory, which
+             a GPU reads over the link.
+    rows     [...] int64, 0 to N-1; may be empty.
+    returns  [..., W] dtype, exact.
+    Cost     memory bound: W * 33/32 bytes a row, at random places.
+    Raises   ShapeError.
+    """
+    if codes.ndim != 2 or scales.shape != (codes.shape[0], codes.shape[1] // 32):
+        got = (tuple(codes.shape), tuple(scales.shape))
+        raise ShapeError("table_rows: codes, scales", want="[N, W], [N, W/32]", got=got)
+    run = backends.pick("table_rows", rows) or table_rows_reference
+    return run(codes, scales, rows, dtype)
 
 
 def engram_gate_reference(

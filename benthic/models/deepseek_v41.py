@@ -7,8 +7,9 @@ Which layer owns compressed KV, index keys or a selection is `layer_plan` of `de
 what earlier steps stored is its `LayerMemory`. Nothing here knows about blocks, slots or chunks.
 """
 
-from functools import cached_property
-from typing import NamedTuple
+from collections.abc import Iterable
+from functools import cache, cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +26,10 @@ from benthic.models.deepseek_v41_config import (
     cache_spec,
     engram_tables,
     layer_plan,
+    tensors,
 )
 from benthic.models.device_memory import DeviceMemory
+from benthic.models.loading import staged
 from benthic.models.memory import PagedMemory
 from benthic.models.modules import (
     Embedding,
@@ -130,10 +133,14 @@ class Engram(nn.Module):
         self.register_buffer("primes", torch.tensor(table.primes, dtype=torch.int64), persistent=False)
         self.register_buffer("offsets", torch.tensor(table.offsets, dtype=torch.int64), persistent=False)
 
-    def forward(self, s: Tensor, ngrams: Tensor, images: Tensor | None) -> Tensor:
-        """s [T, S, D]; ngrams [T, n] compressed ids, newest first -> [T, S, D]."""
+    def lookup(self, ngrams: Tensor) -> Tensor:
+        """ngrams [T, n] compressed ids, newest first -> what the table has for them [T, (n-1) heads width]."""
         rows = engram.ngram_rows(ngrams, self.multipliers, self.primes, self.offsets)  # [T, (n-1) heads]
-        e = self.embed(rows).flatten(1)  # [T, (n-1) heads width]
+        return self.embed(rows).flatten(1)
+
+    def forward(self, s: Tensor, ngrams: Tensor, images: Tensor | None, found: Tensor | None = None) -> Tensor:
+        """s [T, S, D]; ngrams [T, n]; found: what `lookup` gave for them, where it ran ahead -> [T, S, D]."""
+        e = self.lookup(ngrams) if found is None else found
         keys, value = self.wkv(product_grid(e, self.numerics)).split([self.streams * self.width, self.width], dim=-1)
         keys = keys.unflatten(-1, (self.streams, self.width))  # [T, S, D]
         return engram.engram_gate(s, keys, value, self.q_weight * self.k_weight, self.eps, images)
@@ -413,10 +420,12 @@ class Layer(nn.Module):
         self.ffn_norm = RMSNorm(text.hidden_size, text.rms_norm_eps)
         self.ffn = MoE(text, num_experts, experts_per_token, numerics, images=config.vision is not None)
 
-    def recall(self, streams: hyper.Streams, ngrams: Tensor, images: Tensor | None) -> hyper.Streams:
+    def recall(
+        self, streams: hyper.Streams, ngrams: Tensor, images: Tensor | None, found: Tensor | None
+    ) -> hyper.Streams:
         if self.engram is None:
             return streams
-        return hyper.Streams(self.engram(hyper.settle(streams), ngrams, images), streams.pre)
+        return hyper.Streams(self.engram(hyper.settle(streams), ngrams, images, found), streams.pre)
 
     def forward(
         self, streams: hyper.Streams, batch: Batch, kv: LayerMemory, shared: Selection | None
@@ -434,6 +443,38 @@ class Layer(nn.Module):
         self.hc_ffn.load(source, f"{name}.hc_ffn")
         if self.engram is not None:
             self.engram.load(source, f"{name}.engram")
+
+
+class Ahead:
+    """Lookups in tables on the other side of the link, begun when the step begins and taken where they are needed."""
+
+    def __init__(self, layers: Iterable[Layer], ngrams: Tensor):
+        self._found: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
+        far = [layer for layer in layers if layer.engram is not None and layer.engram.embed.over_link]
+        if not far:
+            return
+        here, side = torch.cuda.current_stream(ngrams.device), _side_stream(ngrams.device)
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            for layer in far:
+                assert layer.engram is not None
+                found, done = layer.engram.lookup(ngrams), torch.cuda.Event()
+                done.record(side)
+                found.record_stream(here)
+                self._found[layer.plan.index] = (found, done)
+
+    def take(self, layer: int) -> Tensor | None:
+        """[T, (n-1) heads width] for this layer, ready for the current stream; None: not begun here."""
+        if layer not in self._found:
+            return None
+        found, done = self._found.pop(layer)
+        torch.cuda.current_stream(found.device).wait_event(done)
+        return found
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class DeepseekV41(nn.Module):
@@ -470,8 +511,9 @@ class DeepseekV41(nn.Module):
         streams = hyper.Streams(s, pre)
         shared: Selection | None = None
         tapped: list[Tensor] = []
+        ahead = Ahead(self.layers, ngrams)
         for plan, layer in zip(self.plan, self.layers, strict=True):
-            streams = layer.recall(streams, ngrams, batch.images)
+            streams = layer.recall(streams, ngrams, batch.images, ahead.take(plan.index))
             if taps and plan.index in text.dspark_target_layer_ids:
                 streams = hyper.Streams(hyper.settle(streams), streams.pre)
                 tapped.append(streams.s.float().mean(dim=1).to(s.dtype))  # [T, D]
@@ -515,16 +557,38 @@ class DeepseekV41(nn.Module):
             layer.load(source, f"layers.{plan.index}")
 
 
-def from_checkpoint(checkpoint: Checkpoint, numerics: Numerics, device: torch.device | str = "cpu") -> DeepseekV41:
-    """The backbone of an opened checkpoint, in compute form on `device`.
+def from_checkpoint(
+    checkpoint: Checkpoint,
+    numerics: Numerics,
+    device: torch.device | str = "cpu",
+    *,
+    tables_on_host: bool = False,
+    progress: Any = None,
+) -> DeepseekV41:
+    """The backbone of an opened checkpoint on `device`.
 
+    tables_on_host  for a model on a GPU: its n-gram tables stay in pinned host memory.
+    progress        has `update(bytes)`, called as tensors are taken; None: silent.
     Raises BadTokenizer, or BadConfigKey when the checkpoint's vocabulary does not compress to the configured size.
     """
-    config = checkpoint.config
-    with torch.device(device):
+    config, device = checkpoint.config, torch.device(device)
+    with device:
         model = DeepseekV41(config, numerics, token_classes(checkpoint))
-    model.load(checkpoint)
+    for layer in model.layers:
+        if layer.engram is not None:
+            layer.engram.embed.on_host = tables_on_host
+    if device.type == "cuda":
+        names = [n for n in backbone_names(config) if not (tables_on_host and ".engram.embed." in n)]
+        with staged(checkpoint, device, names, progress) as source:
+            model.load(source)
+    else:
+        model.load(checkpoint)
     return model.eval()
+
+
+def backbone_names(config: ModelConfig) -> list[str]:
+    """The official tensors that the backbone is loaded from, in inventory order."""
+    return [name for name, spec in tensors(config).items() if not spec.group.startswith(("dspark", "vision"))]
 
 
 def token_classes(checkpoint: Checkpoint) -> Tensor | None:

@@ -13,7 +13,7 @@ from typing import Generic, Literal, Protocol, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from benthic.kernels import gemm, norm, quant
+from benthic.kernels import engram, gemm, norm, quant
 from benthic.types import Numerics
 
 Store = Literal["fp8", "fp4", "bf16", "f32"]
@@ -202,7 +202,7 @@ class PackedTable(nn.Module):
     """A lookup table kept in its FP8 bytes, one power-of-two scale per 32 channels; rows dequantise on reading.
 
     The tables are the bulk of the parameters, so they are never expanded, and on the CPU never copied: the tensors are
-    the checkpoint's own, which may be a memory map.
+    the checkpoint's own, which may be a memory map. For a model on a GPU they lie beside it, or in pinned host memory.
     """
 
     def __init__(self, rows: int, channels: int, numerics: Numerics):
@@ -211,13 +211,21 @@ class PackedTable(nn.Module):
         self.dtype = activation_dtype(numerics)
         self.codes = torch.empty(0, channels, dtype=torch.float8_e4m3fn)
         self.scales = torch.empty(0, channels // 32, dtype=torch.uint8)
+        self.device = self.codes.device  # of the model
+        self.on_host = False
+
+    @property
+    def over_link(self) -> bool:
+        """Does reading a row cross the link between host and device?"""
+        return self.on_host and self.device.type == "cuda"
 
     def forward(self, rows: Tensor) -> Tensor:
         """rows [...] int64 -> [..., channels] in the activation dtype."""
-        codes = self.codes.view(torch.uint8)[rows].view(torch.float8_e4m3fn)
-        return quant.dequantise_fp8(codes, self.scales[rows], self.dtype)
+        return engram.table_rows(self.codes, self.scales, rows, self.dtype)
 
     def load(self, source: TensorSource, name: str) -> None:
-        device = self.codes.device  # the model's; on the CPU nothing moves
-        self.codes = source.tensor(f"{name}.weight").to(device)
-        self.scales = source.tensor(f"{name}.scale").view(torch.uint8).to(device)
+        codes, scales = source.tensor(f"{name}.weight"), source.tensor(f"{name}.scale").view(torch.uint8)
+        if self.over_link:
+            self.codes, self.scales = codes.cpu().pin_memory(), scales.cpu().pin_memory()
+        else:
+            self.codes, self.scales = codes.to(self.device), scales.to(self.device)

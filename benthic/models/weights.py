@@ -221,7 +221,7 @@ class Checkpoint:
     def __init__(self, path: Path, config: ModelConfig, config_json: Mapping[str, Any], stored: Mapping[str, Stored]):
         self.path, self.config, self.config_json = path, config, config_json
         self.specs = tensors(config)
-        self._stored = stored
+        self.stored = stored
         self._maps: dict[Path, mmap.mmap] = {}
         for shard in {s.shard for s in stored.values()}:
             with shard.open("rb") as file:  # copy on write: torch wants a writable buffer, the file never changes
@@ -250,7 +250,7 @@ class Checkpoint:
 
         Writing to it changes this process's view only. KeyError: no such name in the inventory.
         """
-        stored = self._stored[name]
+        stored = self.stored[name]
         dtype = TORCH_DTYPES[stored.dtype]
         if not stored.nbytes:
             return torch.empty(stored.shape, dtype=dtype)
@@ -274,8 +274,8 @@ class Checkpoint:
     def _digest(self) -> str:
         root = hashlib.sha256(b"benthic.weights.1")
         root.update(json.dumps(self.config_json, sort_keys=True).encode())
-        for name in sorted(self._stored):
-            stored = self._stored[name]
+        for name in sorted(self.stored):
+            stored = self.stored[name]
             leaf = hashlib.sha256(f"{name}\0{stored.dtype}\0{list(stored.shape)}\0".encode())
             with memoryview(self._maps[stored.shard]) as data:
                 leaf.update(data[stored.offset : stored.offset + stored.nbytes])
