@@ -17,6 +17,9 @@ class Storage:
     rings    layer -> [num_slots, rows, record_bytes] uint8; position p lies in row p mod rows
     carry    layer -> [num_slots, rows, 2, channels] float32; row p mod rows holds the open (a, b) of position p
     history  [num_slots, n] int64; column i is the id at position next-1-i of the slot's sequence, -1 before its start
+    tables   [num_slots, table_blocks] int32; block table of the slot's sequence. Kept up to date for a GPU, whose steps
+             read it; a CPU step carries its tables with it
+    last_token  [num_slots] int64; the id drawn last for the slot's sequence, for a step planned before it was known
     """
 
     def __init__(
@@ -28,8 +31,12 @@ class Storage:
         *,
         rollback: int = 0,
         block_tokens: int = BLOCK_TOKENS,
+        table_blocks: int | None = None,
     ):
-        """num_blocks and num_slots count the reserved number 0. rollback: tokens a step may take back.
+        """num_blocks and num_slots count the reserved number 0.
+
+        rollback      tokens a step may take back.
+        table_blocks  most blocks of one sequence; None: all there are.
 
         Raises OutOfMemory, before any of it is used.
         """
@@ -37,6 +44,8 @@ class Storage:
         self.num_blocks, self.num_slots, self.block_tokens = num_blocks, num_slots, block_tokens
         self.layout = block_layout(spec.append, block_tokens)
         self.slot_layout = slot_layout(spec, rollback)
+        self.ring_layouts = {ring.layer: ring for ring in self.slot_layout.rings}
+        self.table_blocks = max(num_blocks - 1, 1) if table_blocks is None else table_blocks
         self.bytes = num_blocks * self.layout.block_bytes + num_slots * self.slot_layout.slot_bytes
         try:
             self._carve()
@@ -61,6 +70,8 @@ class Storage:
             for carry in self.slot_layout.carries
         }
         self.history = torch.full((slots, self.spec.history_ids), -1, dtype=torch.int64, device=device)
+        self.tables = torch.zeros(slots, self.table_blocks, dtype=torch.int32, device=device)
+        self.last_token = torch.zeros(slots, dtype=torch.int64, device=device)
 
     def poison(self) -> None:
         """Fill everything with patterns that read as NaN, so that a test sees who reads what nobody wrote."""

@@ -1,20 +1,26 @@
 """StepPlan -> Batch: the tensors of one step.
 
-Host to device goes one small integer tensor; what the device already knows (each slot's last ids) is gathered there.
+On a CPU a step carries its chunks as tuples. A GPU step (`Uploads`) is device tensors of fixed shape alone, and all the
+host knows goes over in one copy: ids, where rows stand, what is new in block tables, how rows are drawn. What the
+device already has (each slot's block table, last ids, last drawn token) stays there.
 """
 
+from collections.abc import Sequence
 from itertools import chain
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from benthic.cache.storage import Storage
+from benthic.kernels.kv_copy import Rows
 from benthic.models.base import Batch
-from benthic.types import StepPlan
+from benthic.types import Chunk, Draw, SamplingParams, StepPlan
 
 
 def build(plan: StepPlan, storage: Storage) -> Batch:
-    """The step's batch. Reads `storage.history`; writes nothing.
+    """The step's batch, described by the host. Reads `storage.history`; writes nothing.
 
     Cost: a few tensor operations, whatever the number of chunks.
     """
@@ -79,5 +85,232 @@ def remember(batch: Batch, storage: Storage) -> None:
         return
     device = batch.ids.device
     last = torch.tensor(batch.starts[1:], device=device) - 1
-    slots = torch.tensor(batch.slots, device=device)
-    storage.history[slots] = torch.cat([batch.ids[last, None], batch.history[last, :-1]], dim=1)
+    _remember(storage, torch.tensor(batch.slots, device=device), batch.ids[last], batch.history[last])
+
+
+def _remember(storage: Storage, slots: Tensor, ids: Tensor, history: Tensor) -> None:
+    storage.history[slots] = torch.cat([ids[:, None], history[:, :-1]], dim=1)
+
+
+# ---- a step on a GPU -------------------------------------------------------------------------------------------------
+
+
+class Draws(NamedTuple):
+    """How R rows of logits become tokens, on the device: what `kernels/sample.py` takes, and whose rows they are."""
+
+    slots: Tensor  # [R] int64
+    positions: Tensor  # [R] int64, absolute, of the token that is drawn
+    seeds: Tensor  # [R] int64
+    temperature: Tensor  # [R] f64, 0: greedy
+    top_k: Tensor  # [R] int64
+    top_p: Tensor  # [R] f64
+    min_p: Tensor  # [R] f64
+
+
+class Step(NamedTuple):
+    """A batch on the device, and what is needed at its end."""
+
+    batch: Batch
+    last: Tensor | None  # [C] int64 last row of each chunk; None: each row is one
+    draws: Draws  # of the R rows in `batch.logit_rows`
+
+
+COLUMNS = 10  # of a decode step: id, position, slot; place and value of a table entry; `_SETTINGS`
+_SETTINGS = 5  # seed, temperature, top_k, top_p, min_p
+
+
+class Uploads:
+    """Host to device, a step at a time. Knows what the device already has.
+
+    The host's side is pinned memory, used in turn, so that a copy may still be on its way while the next step is
+    written.
+    """
+
+    def __init__(self, storage: Storage):
+        self.storage = storage
+        self._pinned = storage.device.type == "cuda"
+        self._buffers = [self._buffer(COLUMNS * storage.num_slots) for _ in range(2)]
+        self._sent = [torch.cuda.Event() if self._pinned else None for _ in range(2)]
+        self._turn = 0
+        self._params: list[SamplingParams | None] = [None] * storage.num_slots  # of the draw each slot had last
+        self._settings = np.zeros((_SETTINGS, storage.num_slots), dtype=np.int64)
+        self._tables: list[tuple[int, ...]] = [()] * storage.num_slots  # as the device has them
+
+    def forget(self) -> None:
+        """A step failed on its way: what the device has is not known any more."""
+        self._tables = [()] * self.storage.num_slots
+
+    def decode(self, plan: StepPlan, columns: Tensor) -> None:
+        """Send a step of one-row chunks to `columns` [COLUMNS, n], which `unpack` reads on the device.
+
+        n is at least the number of chunks; the rows beyond are padding.
+        """
+        chunks, count, rows = plan.chunks, len(plan.chunks), columns.shape[1]
+        places, blocks = self._table_changes(chunks)
+        if len(places) > rows:
+            _write_tables(self.storage, *self._send(places, blocks))
+            places, blocks = [], []
+        host = self._room(columns.numel()).reshape(columns.shape)
+        host[:, count:] = 0
+        slots = [chunk.slot for chunk in chunks]
+        host[0, :count] = [chunk.tokens[0] for chunk in chunks]
+        host[1, :count] = [chunk.start for chunk in chunks]
+        host[2, :count] = slots
+        host[3:5] = 0  # slot 0 is padding: what its table holds does not matter
+        host[3, : len(places)], host[4, : len(places)] = places, blocks
+        if len(plan.draws) == count:
+            host[5:, :count] = self._settings_of(slots, plan.draws)
+        else:
+            host[5:, :count] = 0
+            drawn = [i for i, chunk in enumerate(chunks) if chunk.sample]
+            host[5:, drawn] = self._settings_of([slots[i] for i in drawn], plan.draws)
+        self._copy(columns.view(-1))
+
+    def step(self, plan: StepPlan) -> Step:
+        """Send any step and prepare it on the device. Cost: one copy and some twenty small kernels."""
+        chunks, storage = plan.chunks, self.storage
+        lengths = np.array([len(chunk.tokens) for chunk in chunks], dtype=np.int64)
+        ends = lengths.cumsum()
+        starts, count = ends - lengths, int(ends[-1])
+        firsts, slots = [chunk.start for chunk in chunks], [chunk.slot for chunk in chunks]
+        first_of, slot_of, start_of = (np.repeat(column, lengths) for column in (firsts, slots, starts))
+        ids = np.fromiter(chain.from_iterable([chunk.tokens for chunk in chunks]), np.int64, count)
+        drawn = [i for i, chunk in enumerate(chunks) if chunk.sample]
+        settings = self._settings_of([slots[i] for i in drawn], plan.draws)
+        position = np.arange(count) - start_of + first_of
+        sent = self._send(
+            ids,
+            position,
+            slot_of,
+            first_of,
+            start_of,
+            ends - 1,
+            ends[drawn] - 1,
+            *settings,
+            *self._table_changes(chunks),
+        )
+        token_ids, positions, row_slots, row_firsts, row_starts, last, logit_rows = sent[:7]
+        _write_tables(storage, *sent[-2:])
+        token_ids = _known(token_ids, row_slots, storage)
+        batch = Batch(
+            ids=token_ids,
+            positions=positions,
+            history=_history(token_ids, positions, torch.stack((row_firsts, row_slots)), storage),
+            images=None,
+            embeds=None,
+            starts=(0, *ends.tolist()),
+            firsts=tuple(firsts),
+            slots=tuple(slots),
+            tables=tuple([chunk.blocks for chunk in chunks]),
+            logit_rows=logit_rows,
+            rows=Rows(row_slots, positions, row_firsts, row_starts),
+        )
+        draws = Draws(row_slots[logit_rows], positions[logit_rows] + 1, *_as_settings(sent[7:-2]))
+        return Step(batch, last, draws)
+
+    def _table_changes(self, chunks: Sequence[Chunk]) -> tuple[list[int], list[int]]:
+        """Entries of `storage.tables`, flat, that the device does not have yet, and their blocks."""
+        places: list[int] = []
+        blocks: list[int] = []
+        for chunk in chunks:
+            known, table = self._tables[chunk.slot], chunk.blocks
+            if known is table:
+                continue
+            same = len(known) if table[: len(known)] == known else 0
+            start = chunk.slot * self.storage.table_blocks
+            places += range(start + same, start + len(table))
+            blocks += table[same:]
+            self._tables[chunk.slot] = table
+        return places, blocks
+
+    def _settings_of(self, slots: list[int], draws: Sequence[Draw]) -> np.ndarray:
+        """[_SETTINGS, R] int64 bits. A slot's settings are worked out when they change, which is seldom."""
+        table, known = self._settings, self._params
+        for slot, draw in zip(slots, draws, strict=True):
+            params = draw.params
+            if known[slot] is not params or table[0, slot] != draw.seed:
+                known[slot] = params
+                table[0, slot], table[2, slot] = draw.seed, params.top_k
+                table.view(np.float64)[[1, 3, 4], slot] = params.temperature, params.top_p, params.min_p
+        return table[:, slots]
+
+    # ---- copies ------------------------------------------------------------------------------------------------------
+
+    def _buffer(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int64, pin_memory=self._pinned)
+
+    def _room(self, size: int) -> np.ndarray:
+        """The host's side of the next copy."""
+        self._turn ^= 1
+        event = self._sent[self._turn]
+        if event is not None:
+            event.synchronize()  # the copy before the last one; long done
+        if self._buffers[self._turn].shape[0] < size:
+            self._buffers[self._turn] = self._buffer(2 * size)
+        return self._buffers[self._turn][:size].numpy()
+
+    def _copy(self, target: Tensor) -> None:
+        target.copy_(self._buffers[self._turn][: target.shape[0]], non_blocking=True)
+        event = self._sent[self._turn]
+        if event is not None:
+            event.record()
+
+    def _send(self, *columns: Sequence[int] | np.ndarray) -> tuple[Tensor, ...]:
+        """New device tensors of these numbers, in one copy."""
+        sizes = [len(column) for column in columns]
+        host, at = self._room(sum(sizes)), 0
+        for column, size in zip(columns, sizes, strict=True):
+            host[at : at + size] = column
+            at += size
+        target = torch.empty(at, dtype=torch.int64, device=self.storage.device)
+        self._copy(target)
+        return target.split(sizes)
+
+
+def unpack(columns: Tensor, storage: Storage) -> Step:
+    """What `Uploads.decode` sent, as a step. On the device alone, so a graph may hold it. columns [COLUMNS, n]."""
+    ids, positions, slots = columns[:3]
+    _write_tables(storage, columns[3], columns[4])
+    ids = _known(ids, slots, storage)
+    back = torch.arange(storage.history.shape[1], device=ids.device)
+    batch = Batch(
+        ids=ids,
+        positions=positions,
+        history=torch.where(positions[:, None] > back, storage.history[slots], -1),
+        images=None,
+        embeds=None,
+        starts=(),
+        firsts=(),
+        slots=(),
+        tables=(),
+        logit_rows=torch.arange(ids.shape[0], device=ids.device),
+        rows=Rows(slots, positions, positions, torch.arange(ids.shape[0], device=ids.device)),
+    )
+    return Step(batch, None, Draws(slots, positions + 1, *_as_settings(columns[5:].unbind(0))))
+
+
+def finish(step: Step, storage: Storage, tokens: Tensor | None) -> None:
+    """Leave for the next step what it may ask for: each slot's last ids, and the tokens [R] drawn in this one."""
+    batch, rows = step.batch, step.batch.rows
+    assert rows is not None
+    if tokens is not None:
+        storage.last_token[step.draws.slots] = tokens
+    if storage.history.shape[1]:
+        slots, ids, history = rows.slots, batch.ids, batch.history
+        if step.last is not None:
+            slots, ids, history = slots[step.last], ids[step.last], history[step.last]
+        _remember(storage, slots, ids, history)
+
+
+def _as_settings(columns: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    seeds, temperature, top_k, top_p, min_p = columns
+    return seeds, temperature.view(torch.float64), top_k, top_p.view(torch.float64), min_p.view(torch.float64)
+
+
+def _write_tables(storage: Storage, places: Tensor, blocks: Tensor) -> None:
+    storage.tables.view(-1)[places] = blocks.to(torch.int32)
+
+
+def _known(ids: Tensor, slots: Tensor, storage: Storage) -> Tensor:
+    """ids with those that are PENDING taken from where sampling left them."""
+    return torch.where(ids < 0, storage.last_token[slots], ids)

@@ -1,7 +1,8 @@
 """Batch -> StepResult on this rank: forward, log-probabilities of prompts, sample, one copy back."""
 
+from collections.abc import Callable
 from time import perf_counter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -9,7 +10,8 @@ from torch import Tensor
 from benthic.cache.spec import CacheSpec
 from benthic.cache.storage import Storage
 from benthic.engine import batch as batches
-from benthic.engine.sampler import Sampler
+from benthic.engine.graphs import CudaRecorder, Graphs, Record
+from benthic.engine.sampler import Sampled, Sampler
 from benthic.models.base import Batch, Memory
 from benthic.types import StepPlan, StepResult, TokenLogprobs
 
@@ -37,13 +39,38 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...  # [R, D] -> f32 [R, V]
 
 
-class Runner:
-    """Computes plans. The storage is the only thing that lasts from one to the next."""
+class Decided(NamedTuple):
+    """What a step leaves on the device: R rows, decided as far as they ask for nothing special."""
 
-    def __init__(self, model: Model, storage: Storage, sampler: Sampler):
+    hidden: Tensor  # [T, D]
+    logits: Tensor  # [R, V] f32
+    drawn: Tensor  # [2, R] int64: tokens; bits of the peaks as float64
+
+
+class Runner:
+    """Computes plans. The storage is the only thing that lasts from one to the next.
+
+    On a GPU a step is enqueued whole, and the host waits once, for the tokens. There, steps of one-row chunks are
+    replays of a CUDA graph after `capture`; the others are launched kernel by kernel, on the same stream.
+    """
+
+    def __init__(self, model: Model, storage: Storage, sampler: Sampler, *, on_device: bool | None = None):
+        """on_device: steps in their GPU form; None: when the storage is on a GPU."""
         self.model, self.storage, self.sampler = model, storage, sampler
-        self.forward_seconds = 0.0  # of the last step: batch, forward and logits
-        self.sample_seconds = 0.0  # of the last step
+        self.forward_seconds = 0.0  # of the last step: batch, forward and logits; on a GPU, until they are enqueued
+        self.sample_seconds = 0.0  # of the last step; on a GPU, until they are here
+        on_device = storage.device.type == "cuda" if on_device is None else on_device
+        self._uploads = batches.Uploads(storage) if on_device else None
+        self._graphs: Graphs[Decided] | None = None
+        self._back = _Back(storage.num_slots, storage.device)
+
+    @torch.inference_mode()
+    def capture(self, record: "Record[Decided] | None" = None) -> None:
+        """Record the decode step for every size up to the number of slots. Raises NotCapturable."""
+        storage = self.storage
+        columns = torch.zeros(batches.COLUMNS, max(storage.num_slots - 1, 1), dtype=torch.int64, device=storage.device)
+        step: Callable[[Tensor], Decided] = lambda told: self._compute(batches.unpack(told, storage))  # noqa: E731
+        self._graphs = Graphs(columns, step, record or CudaRecorder(storage.device))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -51,6 +78,15 @@ class Runner:
         if not plan.chunks:
             self.forward_seconds = self.sample_seconds = 0.0
             return StepResult([])
+        if self._uploads is None:
+            return self._run_here(plan)
+        try:
+            return self._run_on_device(plan, self._uploads)
+        except BaseException:
+            self._uploads.forget()
+            raise
+
+    def _run_here(self, plan: StepPlan) -> StepResult:
         started = perf_counter()
         batch = batches.build(plan, self.storage)
         hidden = self.model.forward(batch, self.model.memory(self.storage, batch)).hidden  # [T, D]
@@ -66,6 +102,55 @@ class Runner:
         self.forward_seconds, self.sample_seconds = computed - started, perf_counter() - computed
         return StepResult(sampled.tokens, sampled.failures, sampled.logprobs, scores)
 
+    # ---- on a GPU ----------------------------------------------------------------------------------------------------
+
+    def _run_on_device(self, plan: StepPlan, uploads: batches.Uploads) -> StepResult:
+        started = perf_counter()
+        chunks, scores = plan.chunks, {}
+        size = self._graphs.size(plan.tokens) if self._graphs is not None and not plan.scores else None
+        if self._graphs is not None and size is not None and plan.tokens == len(chunks):
+            uploads.decode(plan, self._graphs.columns(size))
+            decided = self._graphs.run(size)
+            rows = [i for i, chunk in enumerate(chunks) if chunk.sample]  # of each draw
+        else:
+            step = uploads.step(plan)
+            decided = self._compute(step)
+            rows = list(range(len(plan.draws)))
+            scores = self._scores(plan, step.batch, decided.hidden) if plan.scores else {}
+        if not plan.draws:
+            self.forward_seconds, self.sample_seconds = perf_counter() - started, 0.0
+            return StepResult([], scores=scores)
+        self._back.start(decided.drawn)
+        enqueued = perf_counter()
+        tokens, peaks = self._back.wait()
+        requests = [chunk.request for chunk in chunks if chunk.sample]
+        sampled = self.sampler.finish_rows(tokens, peaks, decided.logits, rows, plan.draws, requests)
+        self._correct(plan, sampled, [tokens[row] for row in rows])
+        self.forward_seconds, self.sample_seconds = enqueued - started, perf_counter() - enqueued
+        return StepResult(sampled.tokens, sampled.failures, sampled.logprobs, scores)
+
+    def _compute(self, step: batches.Step) -> Decided:
+        """The whole step on the device: backbone, head, draw, and what the next step may ask for."""
+        batch, storage = step.batch, self.storage
+        hidden = self.model.forward(batch, self.model.memory(storage, batch)).hidden  # [T, D]
+        rows = hidden if step.last is None else hidden[batch.logit_rows]
+        if not rows.shape[0]:
+            batches.finish(step, storage, None)
+            none = torch.zeros(2, 0, dtype=torch.int64, device=hidden.device)
+            return Decided(hidden, torch.zeros(0, self.model.vocab_size, device=hidden.device), none)
+        logits = self.model.logits(rows)  # [R, V]
+        tokens, peaks = self.sampler.draw_rows(logits, step.draws)
+        batches.finish(step, storage, tokens)
+        return Decided(hidden, logits, torch.stack((tokens, peaks.double().view(torch.int64))))
+
+    def _correct(self, plan: StepPlan, sampled: Sampled, before: list[int]) -> None:
+        """Tokens that the host decided otherwise are the slots' last tokens."""
+        if sampled.tokens == before:
+            return
+        device = self.storage.device
+        slots = torch.tensor([chunk.slot for chunk in plan.chunks if chunk.sample], device=device)
+        self.storage.last_token[slots] = torch.tensor(sampled.tokens, device=device)
+
     def _scores(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> dict[int, tuple[TokenLogprobs, ...]]:
         scores: dict[int, tuple[TokenLogprobs, ...]] = {}
         for index, score in plan.scores:
@@ -77,3 +162,26 @@ class Runner:
                 entries += self.sampler.score(logits, targets, score.top)
             scores[index] = tuple(entries)
         return scores
+
+
+class _Back:
+    """Device to host, what a step decided: one copy into pinned memory."""
+
+    def __init__(self, most: int, device: torch.device):
+        self._pinned = device.type == "cuda"
+        self._host = torch.empty(2 * most, dtype=torch.int64, pin_memory=self._pinned)
+        self._event = torch.cuda.Event() if self._pinned else None
+        self._shape = (2, 0)
+
+    def start(self, drawn: Tensor) -> None:
+        """drawn [2, R] int64: tokens; bits of the peaks."""
+        self._shape = drawn.shape
+        self._host[: drawn.numel()].view(drawn.shape).copy_(drawn, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> tuple[list[int], list[float]]:
+        if self._event is not None:
+            self._event.synchronize()
+        tokens, peaks = self._host[: 2 * self._shape[1]].view(self._shape).unbind(0)
+        return tokens.tolist(), peaks.view(torch.float64).tolist()

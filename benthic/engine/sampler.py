@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from benthic.engine.batch import Draws
 from benthic.errors import BenthicError, NoAllowedToken, NonFiniteLogits
 from benthic.kernels import sample
 from benthic.types import Draw, SamplingParams, TokenLogprobs
@@ -23,7 +24,8 @@ class _Recipe(NamedTuple):
     params: SamplingParams  # kept alive, so that its id() names it
     greedy: bool
     narrow: bool  # top-k or top-p
-    edited: bool
+    edited: bool  # bias or masks
+    plain: bool  # neither, and no log-probabilities
     bias_ids: Tensor
     bias_values: Tensor
     banned: Tensor
@@ -66,12 +68,7 @@ class Sampler:
         failures: dict[int, BenthicError] = {}
         for i, peak in enumerate(peaks.tolist()):
             if not _NEVER < peak < float("inf"):
-                request = requests[i] if requests is not None else i
-                limited = recipes[i].edited or bool(draws[i].blocked) or self._never is not None
-                if peak == _NEVER and limited:
-                    failures[i] = NoAllowedToken(request, draws[i].position)
-                else:
-                    failures[i] = NonFiniteLogits(request, draws[i].position)
+                failures[i] = self._failure(peak, draws[i], requests[i] if requests is not None else i)
         wanted = [i for i, d in enumerate(draws) if d.params.logprobs is not None and i not in failures]
         logprobs: dict[int, TokenLogprobs] = {}
         if wanted:
@@ -81,11 +78,57 @@ class Sampler:
                 logprobs[i] = entry._replace(top=entry.top[: draws[i].params.logprobs])
         return Sampled(tokens, failures, logprobs)
 
+    def is_plain(self, draw: Draw) -> bool:
+        """Can `draw_rows` serve this row: no penalty, no bias or mask of its own, no log-probabilities?"""
+        return draw.context is None and not draw.blocked and self._recipe(draw.params).plain
+
+    def draw_rows(self, logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+        """Tokens [R] int64 and peaks [R] f32 of plain rows, without a word from the host. logits [R, V] f32."""
+        filters = draws.top_k, draws.top_p, draws.min_p
+        return sample.sample_rows(logits, draws.seeds, draws.positions, draws.temperature, *filters, mask=self._never)
+
+    def finish_rows(
+        self,
+        tokens: list[int],
+        peaks: Sequence[float],
+        logits: Tensor,
+        rows: Sequence[int],
+        draws: Sequence[Draw],
+        requests: Sequence[int],
+    ) -> Sampled:
+        """What `draw_rows` decided, back on the host; rows that are not plain are decided here.
+
+        tokens, peaks, logits   of R or more rows, one of them for each draw: number rows[i] for draw i.
+        """
+        tokens = [tokens[row] for row in rows]
+        failures: dict[int, BenthicError] = {}
+        logprobs: dict[int, TokenLogprobs] = {}
+        special = [i for i, draw in enumerate(draws) if not self.is_plain(draw)]
+        for i, row in enumerate(rows):
+            if not _NEVER < peaks[row] < float("inf"):
+                failures[i] = self._failure(peaks[row], draws[i], requests[i])
+        if special:
+            at = torch.tensor([rows[i] for i in special], device=logits.device)
+            again = self(logits[at], [draws[i] for i in special], [requests[i] for i in special])
+            for j, i in enumerate(special):
+                tokens[i] = again.tokens[j]
+                failures.pop(i, None)
+                if j in again.failures:
+                    failures[i] = again.failures[j]
+                if j in again.logprobs:
+                    logprobs[i] = again.logprobs[j]
+        return Sampled(tokens, failures, logprobs)
+
     def score(self, logits: Tensor, targets: Sequence[int], top: int) -> tuple[TokenLogprobs, ...]:
         """Raw log-probabilities of prompt tokens. logits [R, V] f32, R targets."""
         return tuple(_rank(logits, targets, top))
 
     # ---- within ------------------------------------------------------------------------------------------------------
+
+    def _failure(self, peak: float, draw: Draw, request: int) -> BenthicError:
+        limited = self._never is not None or bool(draw.blocked) or self._recipe(draw.params).edited
+        failure = NoAllowedToken if peak == _NEVER and limited else NonFiniteLogits
+        return failure(request, draw.position)
 
     def _recipe(self, params: SamplingParams) -> _Recipe:
         found = self._recipes.get(id(params))
@@ -96,11 +139,13 @@ class Sampler:
         if params.allowed_ids:
             allowed = torch.full((self.vocab_size,), _NEVER, device=self.device)
             allowed[torch.tensor(params.allowed_ids, **ids)] = 0.0
+        edited = bool(params.logit_bias or params.allowed_ids or params.banned_ids)
         recipe = _Recipe(
             params=params,
             greedy=params.temperature == 0,
             narrow=0 < params.top_k < self.vocab_size or params.top_p < 1,
-            edited=bool(params.logit_bias or params.allowed_ids or params.banned_ids),
+            edited=edited,
+            plain=not edited and params.logprobs is None,
             bias_ids=torch.tensor([token for token, _ in params.logit_bias], **ids),
             bias_values=torch.tensor([b for _, b in params.logit_bias], dtype=torch.float32, device=self.device),
             banned=torch.tensor(params.banned_ids, **ids),

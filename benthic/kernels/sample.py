@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from benthic.errors import ShapeError
+from benthic.kernels import backends
 
 TARGET = 0  # purposes of a random number: the token itself;
 RESIDUAL = 1  # the token after a rejected draft;
@@ -195,6 +196,78 @@ def draw(weights: Tensor, bits: Tensor) -> Tensor:
     point = (bits.double() * 2.0**-53 * total.double()).to(torch.int64)
     point = torch.minimum(point, total - 1)
     return torch.searchsorted(cumulative, point[:, None], right=True)[:, 0].clamp(max=weights.shape[1] - 1)
+
+
+# ---- all at once, on a device ----------------------------------------------------------------------------------------
+
+
+def sample_rows_reference(
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    vocab = logits.shape[1]
+    logits = logits if mask is None else logits + mask
+    peaks, best = logits.max(dim=1)
+    bad, greedy = ~peaks.isfinite(), temperature == 0
+    logits = logits.masked_fill(bad[:, None], 0.0)
+    weights = token_weights(logits, peaks.masked_fill(bad, 0.0), temperature.masked_fill(greedy, 1.0))
+    order = logits.sort(dim=1, descending=True, stable=True).indices
+    falling = weights.gather(1, order)
+    before = falling.cumsum(dim=1) - falling
+    limit = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab)[:, None]
+    total = (before + falling).gather(1, limit - 1)
+    share = top_p[:, None]
+    line = torch.where(share < 1, share * total.double(), _NEVER_REACHED).ceil().to(torch.int64)
+    rank = torch.arange(vocab, device=logits.device)
+    falling = falling.masked_fill((rank >= limit) | ((rank > 0) & (before >= line)), 0)
+    weights = torch.zeros_like(weights).scatter_(1, order, falling)
+    floor = (min_p * _UNIT).ceil().to(torch.int64)
+    weights = weights.masked_fill(weights < floor[:, None], 0)
+    drawn = draw(weights, random_bits(seeds, positions))
+    return torch.where(greedy, best, drawn).masked_fill(bad, 0), peaks
+
+
+def sample_rows(
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Steps 3 to 5 for whole rows, each with settings of its own that stay on the device: `token_weights`, the filters
+    of `narrow` and `draw`, with the same integers.
+
+    logits       [R, V] f32, left as they are. R may be 0.
+    seeds, positions   [R] int64, of `random_bits`.
+    temperature  [R] f64; 0: the arg-max, the lowest id among equals, whatever the other settings say.
+    top_k        [R] int64; top_p, min_p [R] f64, as in `narrow`.
+    mask         [V] f32 added to every row first, 0 or -inf; None: nothing.
+    returns      tokens [R] int64; peaks [R] f32, the largest logit of each row under the mask, NaN if one is NaN. A row
+                 whose peak is not finite has token 0, which means nothing.
+    Error        a weight is within 1 of `token_weights`; sums of weights are exact, so a row is the same in any batch.
+    Cost         memory bound: one pass over the logits of greedy rows, two over those of the others, and what top-k and
+                 top-p keep once more. The reference sorts.
+    Raises       ShapeError.
+    """
+    if logits.ndim != 2 or logits.shape[1] < 1 or logits.dtype != torch.float32:
+        raise ShapeError("sample_rows: logits", want="[R, V] float32", got=(tuple(logits.shape), logits.dtype))
+    settings = (seeds, positions, temperature, top_k, top_p, min_p)
+    if any(column.shape != logits.shape[:1] for column in settings):
+        got = tuple(tuple(column.shape) for column in settings)
+        raise ShapeError("sample_rows: settings", want=f"[{logits.shape[0]}] each", got=got)
+    if mask is not None and mask.shape != logits.shape[1:]:
+        raise ShapeError("sample_rows: mask", want=f"[{logits.shape[1]}]", got=tuple(mask.shape))
+    run = backends.pick("sample_rows", logits) or sample_rows_reference
+    return run(logits, seeds, positions, temperature, top_k, top_p, min_p, mask)
 
 
 class Ranked(NamedTuple):

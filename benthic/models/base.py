@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from benthic.kernels.kv_copy import Rows
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -23,6 +25,7 @@ class Batch:
     slots: tuple[int, ...]  # C state slots
     tables: tuple[tuple[int, ...], ...]  # C block tables
     logit_rows: Tensor  # [R] int64 rows whose logits are wanted
+    rows: Rows | None = None  # firsts, slots and starts row by row, on the device; None: a step that the host describes
 
 
 class Selection(NamedTuple):

@@ -1,0 +1,126 @@
+"""The paged form of a model's memory on a GPU: what `memory.py` does, with device tensors of fixed shape alone.
+
+Nothing is read back and no shape depends on a value, so a CUDA graph can hold a step. All T rows go through the
+compressors; one that closes no group has record id -1, which is not stored. `Selection.entries` are record ids.
+"""
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from benthic.cache.spec import Part
+from benthic.cache.storage import Storage
+from benthic.kernels import attn_sparse, indexer, kv_copy
+from benthic.models.base import Batch, Selection
+from benthic.models.deepseek_v41_config import LayerPlan, ModelConfig
+from benthic.types import Numerics
+
+
+class DeviceMemory:
+    """What the rows of one step can reach."""
+
+    def __init__(
+        self, config: ModelConfig, plan: tuple[LayerPlan, ...], numerics: Numerics, storage: Storage, batch: Batch
+    ):
+        assert batch.rows is not None, "the batch does not say on the device where its rows stand"
+        self.config, self.plan, self.numerics = config.text, plan, numerics
+        self.storage, self.rows = storage, batch.rows
+        # one-row chunks share no keys, and in a graph the host knows no chunks
+        self.starts = batch.starts if len(batch.starts) - 1 < batch.ids.shape[0] else None
+        self._steps: dict[int, RatioStep] = {}
+
+    def layer(self, index: int) -> "DeviceLayer":
+        return DeviceLayer(self, self.plan[index])
+
+    def ratio(self, ratio: int) -> "RatioStep":
+        if ratio not in self._steps:
+            self._steps[ratio] = RatioStep(self, ratio)
+        return self._steps[ratio]
+
+    def ring(self, layer: int) -> kv_copy.Ring:
+        where = self.storage.ring_layouts[layer]
+        return kv_copy.Ring(self.storage.rings[layer], where.channels, where.format)
+
+    def paged(self, layer: int, part: Part) -> kv_copy.Paged:
+        where = self.storage.layout.part(layer, part)
+        return kv_copy.Paged(
+            self.storage.pool, where.data_offset, where.scale_offset, where.entries, where.channels, where.format
+        )
+
+
+class RatioStep:
+    """The step as layers of one compression ratio see it: one entry per `ratio` tokens."""
+
+    def __init__(self, memory: DeviceMemory, ratio: int):
+        self.memory, self.ratio = memory, ratio
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """[T] int64 entries whose last token is at or before the row."""
+        ends = self.memory.rows.positions + 1
+        return ends if self.ratio == 1 else ends // self.ratio
+
+    @cached_property
+    def group_positions(self) -> Tensor:
+        """[T] int64 first token of the group that ends at the row; of no meaning where none does."""
+        positions = self.memory.rows.positions
+        return positions if self.ratio == 1 else (positions + 1 - self.ratio).clamp(min=0)
+
+    @cached_property
+    def records(self) -> Tensor:
+        """[T] int64 where the group that ends at the row is stored, -1 where none does."""
+        rows, tokens = self.memory.rows, self.memory.storage.block_tokens
+        per_block = tokens // self.ratio
+        block = self.memory.storage.tables[rows.slots, rows.positions // tokens]
+        record = block * per_block + rows.positions % tokens // self.ratio
+        return record if self.ratio == 1 else torch.where((rows.positions + 1) % self.ratio == 0, record, -1)
+
+
+class DeviceLayer:
+    """One layer's part of the memory. Implements `base.LayerMemory`."""
+
+    def __init__(self, memory: DeviceMemory, plan: LayerPlan):
+        self.memory, self.plan = memory, plan
+
+    def group_positions(self) -> Tensor:
+        return self.memory.ratio(self.plan.ratio).group_positions
+
+    def close_groups(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        carry = self.memory.storage.carry[self.plan.index]
+        return kv_copy.close_groups(a, b, carry, self.memory.rows, self.plan.ratio)
+
+    def append(self, latent: Tensor, key: Tensor) -> None:
+        records = self.memory.ratio(self.plan.ratio).records
+        kv_copy.write_records(self.memory.paged(self.plan.index, "main"), records, latent)
+        kv_copy.write_records(self.memory.paged(self.plan.index, "index"), records, key)
+
+    def select(self, q: Tensor, weights: Tensor, shared: Selection | None) -> Selection:
+        memory, plan, text = self.memory, self.plan, self.memory.config
+        assert plan.keys_from is not None, f"layer {plan.index} selects but has no index keys to score"
+        kept = shared.candidates if shared is not None else None
+        records, candidates = indexer.select_records(
+            q,
+            weights,
+            memory.paged(plan.keys_from, "index"),
+            memory.storage.tables,
+            memory.rows,
+            memory.ratio(plan.ratio).visible,
+            text.index_topk,
+            memory.numerics.round_scores,
+            restrict=kept if plan.candidates_from is not None else None,
+            emit=text.candidate_topk_blocks if plan.makes_candidates else 0,
+            block_size=text.candidate_block_size,
+            starts=memory.starts,
+        )
+        return Selection(records, candidates if plan.makes_candidates else kept)
+
+    def attend(self, q: Tensor, kw: Tensor, selection: Selection | None, sink: Tensor) -> Tensor:
+        memory, plan, rows = self.memory, self.plan, self.memory.rows
+        ring = memory.ring(plan.index)
+        paged = memory.paged(plan.kv_from, "main") if selection is not None and plan.kv_from is not None else None
+        records = selection.entries if selection is not None else None
+        scale, rounded = q.shape[-1] ** -0.5, memory.numerics.round_probs
+        o = attn_sparse.attend(q, kw, ring, rows, plan.window, paged, records, sink, scale, rounded)
+        kv_copy.ring_write(ring, kw, rows.slots, rows.positions)
+        return o
