@@ -2,6 +2,7 @@
 
 MODEL is a packaged name, a checkpoint folder, a folder with a config.json alone, or a config.json. Nothing is stored:
 names, bytes and parameters come from the configuration, and with weights present every tensor is held against them.
+With --fit the memory plan of a GPU layout is printed instead; it exits 1 when the model does not fit.
 """
 
 import argparse
@@ -10,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypedDict
 
+from benthic import plan
 from benthic.cache.spec import block_layout, slot_layout
 from benthic.models.deepseek_v41_config import (
     LayerPlan,
@@ -32,9 +34,23 @@ class Count(TypedDict):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="packaged name, checkpoint folder, or path of a config.json")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--fit", metavar="GPU:N", help="print what each of N cards would hold, such as H200:8, and nothing else"
+    )
+    parser.add_argument("--running", type=int, default=256, help="with --fit: requests at a time on each GPU")
+    parser.add_argument(
+        "--tables", choices=("host", "device"), default="host", help="with --fit: where n-gram tables lie"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.fit is not None:
+        gpu, count = plan.parse_gpus(args.fit)
+        path = Path(args.model)
+        config = ModelConfig.from_json(path if path.is_file() else model_dir(args.model))
+        fitted = plan.fit(config, gpu, count, running=args.running, tables_on_host=args.tables == "host")
+        print(json.dumps(plan.as_json(fitted), indent=2) if args.json else plan.render(fitted))
+        return 0 if fitted.free_bytes >= 0 else 1
     report = inspect(args.model)
     print(json.dumps(report, indent=2) if args.json else render(report))
     return 0
@@ -84,19 +100,19 @@ def _check_weights(folder: Path) -> str | None:
     return "complete"
 
 
-def _layer(plan: LayerPlan) -> dict[str, Any]:
+def _layer(p: LayerPlan) -> dict[str, Any]:
     return {
-        "index": plan.index,
-        "kind": plan.kind,
-        "ratio": plan.ratio,
-        "window": plan.window,
-        "kv_from": plan.kv_from,
-        "keys_from": plan.keys_from,
-        "topk_from": plan.topk_from,
-        "candidates_from": plan.candidates_from,
-        "makes_candidates": plan.makes_candidates,
-        "engram": plan.engram,
-        "decoder": plan.decoder,
+        "index": p.index,
+        "kind": p.kind,
+        "ratio": p.ratio,
+        "window": p.window,
+        "kv_from": p.kv_from,
+        "keys_from": p.keys_from,
+        "topk_from": p.topk_from,
+        "candidates_from": p.candidates_from,
+        "makes_candidates": p.makes_candidates,
+        "engram": p.engram,
+        "decoder": p.decoder,
     }
 
 
