@@ -20,9 +20,10 @@ import torch
 from tqdm import tqdm
 
 from benthic.cache.manager import CacheManager
-from benthic.cache.spec import BLOCK_TOKENS, block_layout
+from benthic.cache.spec import BLOCK_TOKENS, block_layout, blocks_for
 from benthic.cache.storage import Storage
 from benthic.config import Config, load
+from benthic.engine.graphs import NotCapturable
 from benthic.engine.loop import Loop
 from benthic.engine.runner import Model, Runner
 from benthic.engine.sampler import Sampler
@@ -634,7 +635,8 @@ def build_loop(
         want = f"at least one block of {BLOCK_TOKENS} tokens, {block_bytes} bytes"
         raise BadSetting("cache.bytes", config.cache.bytes, want, "configuration")
     slots = config.scheduler.max_running
-    storage = Storage(model.cache_spec, blocks + 1, slots + 1, device)
+    longest = min(blocks_for(limit), blocks)
+    storage = Storage(model.cache_spec, blocks + 1, slots + 1, device, table_blocks=longest)
     scheduler = Scheduler(
         CacheManager(blocks + 1, slots + 1),
         token_budget=config.scheduler.token_budget,
@@ -642,6 +644,9 @@ def build_loop(
         vocab_size=model.vocab_size,
         eos_ids=eos_ids,
     )
+    sampler = Sampler(model.vocab_size, device, never)
+    runner = Runner(model, storage, sampler, deterministic=config.gpu.deterministic)
+    captured = device.type == "cuda" and config.gpu.graphs and _capture(runner)
     log.info(
         "ready",
         extra={
@@ -653,10 +658,21 @@ def build_loop(
             "blocks": blocks,
             "slots": slots,
             "cache_bytes": storage.bytes,
+            "graphs": captured,
             "native": native.status().detail if device.type == "cpu" else "",
         },
     )
-    return Loop(scheduler, Runner(model, storage, Sampler(model.vocab_size, device, never)))
+    return Loop(scheduler, runner)
+
+
+def _capture(runner: Runner) -> bool:
+    """Record decode steps. Where an op waits for the device none can be recorded, and steps stay as they are."""
+    try:
+        runner.capture()
+    except NotCapturable as error:
+        log.warning("no graphs", extra={"reason": str(error)})
+        return False
+    return True
 
 
 def _device(name: str) -> torch.device:

@@ -12,6 +12,7 @@ from benthic.cache.storage import Storage
 from benthic.engine import batch as batches
 from benthic.engine.graphs import CudaRecorder, Graphs, Record
 from benthic.engine.sampler import Sampled, Sampler
+from benthic.kernels import backends
 from benthic.models.base import Batch, Memory
 from benthic.types import StepPlan, StepResult, TokenLogprobs
 
@@ -54,9 +55,21 @@ class Runner:
     replays of a CUDA graph after `capture`; the others are launched kernel by kernel, on the same stream.
     """
 
-    def __init__(self, model: Model, storage: Storage, sampler: Sampler, *, on_device: bool | None = None):
-        """on_device: steps in their GPU form; None: when the storage is on a GPU."""
-        self.model, self.storage, self.sampler = model, storage, sampler
+    def __init__(
+        self,
+        model: Model,
+        storage: Storage,
+        sampler: Sampler,
+        *,
+        on_device: bool | None = None,
+        deterministic: bool = False,
+    ):
+        """How steps run.
+
+        on_device      in their GPU form; None: when the storage is on a GPU.
+        deterministic  the bits of a row do not depend on what else is in the step.
+        """
+        self.model, self.storage, self.sampler, self.deterministic = model, storage, sampler, deterministic
         self.forward_seconds = 0.0  # of the last step: batch, forward and logits; on a GPU, until they are enqueued
         self.sample_seconds = 0.0  # of the last step; on a GPU, until they are here
         on_device = storage.device.type == "cuda" if on_device is None else on_device
@@ -70,7 +83,8 @@ class Runner:
         storage = self.storage
         columns = torch.zeros(batches.COLUMNS, max(storage.num_slots - 1, 1), dtype=torch.int64, device=storage.device)
         step: Callable[[Tensor], Decided] = lambda told: self._compute(batches.unpack(told, storage))  # noqa: E731
-        self._graphs = Graphs(columns, step, record or CudaRecorder(storage.device))
+        with backends.invariant(self.deterministic):
+            self._graphs = Graphs(columns, step, record or CudaRecorder(storage.device))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -78,13 +92,14 @@ class Runner:
         if not plan.chunks:
             self.forward_seconds = self.sample_seconds = 0.0
             return StepResult([])
-        if self._uploads is None:
-            return self._run_here(plan)
-        try:
-            return self._run_on_device(plan, self._uploads)
-        except BaseException:
-            self._uploads.forget()
-            raise
+        with backends.invariant(self.deterministic):
+            if self._uploads is None:
+                return self._run_here(plan)
+            try:
+                return self._run_on_device(plan, self._uploads)
+            except BaseException:
+                self._uploads.forget()
+                raise
 
     def _run_here(self, plan: StepPlan) -> StepResult:
         started = perf_counter()
