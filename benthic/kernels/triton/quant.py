@@ -6,6 +6,7 @@ Device functions take the group as the last axis: x [..., 32] f32 (16 for NVFP4)
     widen(x) -> f32, narrow(x, dtype)                conversions between f32 and what is stored, to nearest even
     e4m3(y) -> float8e4nv, e4m3_value(codes) -> f32  the same for FP8; y within +-448 or NaN
     e8m0_value(byte) -> f32                          byte int32 or uint8
+    bound(x)                                         a number known on the device only, as an end of a loop
     q8(x) -> codes [..., 32] float8e4nv, byte [...] int32        q8_values(x) -> f32
     q4m(x) -> nibbles [..., 32] int32, byte [...] int32          q4m_values(x) -> f32
     q4n(x) -> nibbles [..., 16] int32, scale [...] float8e4nv    q4n_values(x) -> f32
@@ -92,6 +93,14 @@ def e8m0_value(byte):
     byte = byte.to(tl.int32)
     bits = tl.where(byte == 0, 0x00400000, tl.where(byte == 255, 0x7FC00000, byte << 23))
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def bound(x):
+    """A loop bound. Under the interpreter a number on the device is an array of one, which `range` does not take."""
+    if INTERPRETED:
+        return x.handle.data.item()
+    return x
 
 
 # Groups

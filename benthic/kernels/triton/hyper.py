@@ -1,0 +1,457 @@
+"""Triton versions of `kernels/hyper.py`, and the whole entry of a sublayer; contracts are there and in `fused.py`.
+
+The entry of a sublayer (`hyper_read`) is two kernels, so that the streams are read once and written once:
+
+    _enter   a program has BLOCK channels of every stream and goes down the rows, ROWS at a time: writes the last result
+             into the streams, and from what it wrote takes the channels' share of the products with `fn`, of the two
+             sums of squares and of the weighted sum that the sublayer reads.
+    _finish  one warp for a row's weights (adds the shares, sigmoids, Sinkhorn), others for the norm of what is read.
+
+The products are float32's. The streams are bf16, and `fn` is the exact sum of three bf16 matrices, so three bf16
+products with float32 sums lose nothing but the order of the sum. A share covers S * BLOCK terms, and shares are added
+in one order: a row has the same bits whatever T is.
+
+Cost of `hyper_read`: memory bound. A row is (2*S + 2) * D elements of floor, 2 * D more for the read that passes from
+kernel to kernel, and 4 * ((2+S)*S + 2) bytes a share.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from benthic.kernels import hyper as plain
+from benthic.kernels.triton import tuning
+from benthic.kernels.triton.quant import FLOATS, INTERPRETED, bound, narrow, widen
+from benthic.kernels.triton.runtime import available as available
+from benthic.kernels.triton.swiglu import exponential
+
+BLOCK = 64  # channels of each stream in a share
+ROWS = 16  # rows a program takes at a time
+DEFAULTS = {"programs": 480, "num_stages": 1}  # of `_enter`; more rows than for so many programs: each goes farther
+NORM_BLOCK = 1024  # channels of a norm's warp
+SHARES = 16  # added at a time
+
+
+@triton.jit
+def _parts(x):
+    """f32 -> three bf16, high to low, whose sum it is exactly."""
+    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    rest = x - high
+    middle = (rest.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return high.to(tl.bfloat16), middle.to(tl.bfloat16), (rest - middle).to(tl.bfloat16)
+
+
+@triton.jit
+def _once(x, dtype: tl.constexpr):
+    """`narrow`, in a form that the compiler may not repeat: else each warp works the streams out for its products."""
+    if INTERPRETED or dtype != tl.bfloat16:
+        return narrow(x, dtype)
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2
+    )
+
+
+@triton.jit
+def _enter(
+    s_ptr,
+    out_ptr,
+    pre_ptr,
+    post_ptr,
+    comb_ptr,
+    fn_ptr,
+    settled_ptr,
+    read_ptr,
+    products_ptr,
+    squares_ptr,
+    rows,
+    width,
+    s_row,
+    s_stream,
+    out_row,
+    S: tl.constexpr,
+    MIXES: tl.constexpr,
+    MIX_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+    PENDING: tl.constexpr,
+    READ: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    chunks = tl.num_programs(0)
+    kind: tl.constexpr = s_ptr.dtype.element_ty
+    split: tl.constexpr = kind == tl.bfloat16 and not INTERPRETED
+    col = chunk * BLOCK + tl.arange(0, BLOCK)
+    mix = tl.arange(0, MIX_BLOCK)
+    weights = ()
+    for k in tl.static_range(S):
+        inside = (mix < MIXES)[:, None] & (col < width)[None, :] if MASKED else (mix < MIXES)[:, None]
+        part = tl.load(fn_ptr + mix[:, None] * (S * width) + k * width + col[None, :], mask=inside, other=0.0)
+        weights = weights + (_parts(part) if split else (part, part, part),)  # noqa: RUF005
+
+    for tile in range(bound(tl.program_id(1)), bound(tl.cdiv(rows, ROWS)), bound(tl.num_programs(1))):
+        row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
+        live = row < rows
+        here = live[:, None] & (col < width)[None, :] if MASKED else live[:, None]
+        streams = ()
+        for j in tl.static_range(S):
+            at = row[:, None] * s_row + j * s_stream + col[None, :]
+            streams = streams + (tl.load(s_ptr + at, mask=here, other=0.0),)  # noqa: RUF005
+        if PENDING:
+            out = widen(tl.load(out_ptr + row[:, None] * out_row + col[None, :], mask=here, other=0.0))
+        products = tl.zeros((ROWS, MIX_BLOCK), tl.float32)
+        details = tl.zeros((ROWS, MIX_BLOCK), tl.float32)
+        squares = tl.zeros((ROWS, BLOCK), tl.float32)
+        read = tl.zeros((ROWS, BLOCK), tl.float32)
+        for k in tl.static_range(S):
+            stream = streams[k]
+            if PENDING:
+                mixed = tl.load(post_ptr + row[:, None] * S + k, mask=live[:, None], other=0.0) * out
+                for j in tl.static_range(S):
+                    exchange = tl.load(comb_ptr + row[:, None] * (S * S) + j * S + k, mask=live[:, None], other=0.0)
+                    mixed += exchange * widen(streams[j])
+                stream = _once(mixed, kind)
+                tl.store(settled_ptr + row[:, None] * (S * width) + k * width + col[None, :], stream, mask=here)
+            value = widen(stream)
+            squares += value * value
+            if READ:
+                read += tl.load(pre_ptr + row[:, None] * S + k, mask=live[:, None], other=0.0) * value
+            if split:
+                products = tl.dot(stream, tl.trans(weights[k][0]), products)
+                details = tl.dot(stream, tl.trans(weights[k][1]), details)
+                details = tl.dot(stream, tl.trans(weights[k][2]), details)
+            else:
+                products = tl.dot(value, tl.trans(weights[k][0]), products, input_precision="ieee")
+        share = row * chunks + chunk
+        tl.store(
+            products_ptr + share[:, None] * MIXES + mix[None, :],
+            products + details,
+            (mix < MIXES)[None, :] & live[:, None],
+        )
+        tl.store(squares_ptr + 2 * share, tl.sum(squares, axis=1), mask=live)
+        if READ:
+            rounded = narrow(read, kind)
+            tl.store(read_ptr + row[:, None] * width + col[None, :], rounded, mask=here)
+            tl.store(squares_ptr + 2 * share + 1, tl.sum(widen(rounded) * widen(rounded), axis=1), mask=live)
+
+
+@triton.jit
+def _inverse(x):
+    """1/x for normal x, within one unit in the last place."""
+    if INTERPRETED:
+        return 1.0 / x
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + exponential(-x))
+
+
+@triton.jit
+def _sum_of_shares(ptr, item, CHUNKS: tl.constexpr, STEP: tl.constexpr, SHARES: tl.constexpr):
+    """ptr[c * STEP + item] summed over the shares c of a row; item [A, B]."""
+    total = tl.zeros((SHARES, item.shape[0], item.shape[1]), tl.float32)
+    for first in tl.static_range(0, CHUNKS, SHARES):
+        share = (first + tl.arange(0, SHARES))[:, None, None]
+        total += tl.load(ptr + share * STEP + item[None, :, :], mask=share < CHUNKS, other=0.0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def _row_weights(
+    row,
+    products_ptr,
+    squares_ptr,
+    scale_ptr,
+    base_ptr,
+    pre_ptr,
+    post_ptr,
+    comb_ptr,
+    width,
+    norm_eps,
+    hc_eps,
+    iters,
+    S: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SHARES: tl.constexpr,
+):
+    mixes: tl.constexpr = (2 + S) * S
+    stream = tl.arange(0, S)
+    one = stream[None, :]  # [1, S]
+    square = stream[:, None] * S + stream[None, :]  # [S, S], the input stream first
+    squares_ptr += row * (2 * CHUNKS)
+    products_ptr += row * (mixes * CHUNKS)
+    total = _sum_of_shares(squares_ptr, tl.arange(0, 1)[:, None], CHUNKS, 2, SHARES)
+    statistic = tl.rsqrt(total / (S * width) + norm_eps)  # [1, 1]
+    z = _sum_of_shares(products_ptr, one, CHUNKS, mixes, SHARES) * statistic
+    z = _sigmoid(z * tl.load(scale_ptr) + tl.load(base_ptr + one)) + hc_eps
+    tl.store(pre_ptr + row * S + one, z)
+    z = _sum_of_shares(products_ptr, S + one, CHUNKS, mixes, SHARES) * statistic
+    z = 2 * _sigmoid(z * tl.load(scale_ptr + 1) + tl.load(base_ptr + S + one))
+    tl.store(post_ptr + row * S + one, z)
+    z = _sum_of_shares(products_ptr, 2 * S + square, CHUNKS, mixes, SHARES) * statistic
+    z = z * tl.load(scale_ptr + 2) + tl.load(base_ptr + 2 * S + square)
+    c = exponential(z - tl.max(z, axis=1)[:, None])
+    c = c * _inverse(tl.sum(c, axis=1))[:, None] + hc_eps
+    c = c * _inverse(tl.sum(c, axis=0) + hc_eps)[None, :]
+    for _ in range(bound(iters) - 1):
+        c = c * _inverse(tl.sum(c, axis=1) + hc_eps)[:, None]
+        c = c * _inverse(tl.sum(c, axis=0) + hc_eps)[None, :]
+    tl.store(comb_ptr + row * (S * S) + square, c)
+
+
+@triton.jit
+def _finish(
+    products_ptr,
+    squares_ptr,
+    scale_ptr,
+    base_ptr,
+    weight_ptr,
+    pre_ptr,
+    post_ptr,
+    comb_ptr,
+    read_ptr,
+    rows,
+    width,
+    norm_eps,
+    hc_eps,
+    iters,
+    S: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SHARES: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    if program < rows:  # first, since they take longest
+        _row_weights(
+            program,
+            products_ptr,
+            squares_ptr,
+            scale_ptr,
+            base_ptr,
+            pre_ptr,
+            post_ptr,
+            comb_ptr,
+            width,
+            norm_eps,
+            hc_eps,
+            iters,
+            S,
+            CHUNKS,
+            SHARES,
+        )
+    elif PIECES > 0:  # the norm of a piece of what a row reads
+        row = (program - rows) // PIECES
+        col = ((program - rows) % PIECES).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
+        at = row * width + col
+        read = tl.load(read_ptr + at, mask=col < width, other=0.0)
+        total = _sum_of_shares(squares_ptr + row * (2 * CHUNKS) + 1, tl.arange(0, 1)[:, None], CHUNKS, 2, SHARES)
+        statistic = tl.rsqrt(tl.sum(total) / width + norm_eps)
+        weight = widen(tl.load(weight_ptr + col, mask=col < width, other=0.0))
+        y = widen(read) * statistic * weight
+        tl.store(read_ptr + at, narrow(y, read_ptr.dtype.element_ty), mask=col < width)
+
+
+@triton.jit
+def _collapse(s_ptr, pre_ptr, y_ptr, width, s_row, s_stream, S: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    y = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(S):
+        stream = tl.load(s_ptr + row * s_row + j * s_stream + col, mask=col < width, other=0.0)
+        y += tl.load(pre_ptr + row * S + j) * widen(stream)
+    tl.store(y_ptr + row * width + col, narrow(y, y_ptr.dtype.element_ty), mask=col < width)
+
+
+@triton.jit
+def _expand(
+    out_ptr, s_ptr, post_ptr, comb_ptr, y_ptr, width, out_row, s_row, s_stream, S: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    out = widen(tl.load(out_ptr + row * out_row + col, mask=col < width, other=0.0))
+    streams = ()
+    for j in tl.static_range(S):
+        stream = tl.load(s_ptr + row * s_row + j * s_stream + col, mask=col < width, other=0.0)
+        streams = streams + (stream,)  # noqa: RUF005
+    for k in tl.static_range(S):
+        y = tl.load(post_ptr + row * S + k) * out
+        for j in tl.static_range(S):
+            y += tl.load(comb_ptr + row * (S * S) + j * S + k) * widen(streams[j])
+        tl.store(y_ptr + (row * S + k) * width + col, narrow(y, y_ptr.dtype.element_ty), mask=col < width)
+
+
+def _serves(s: Tensor) -> bool:
+    """The kernels take 1, 2, 4 or 8 streams."""
+    return s.shape[1] in (1, 2, 4, 8) and s.dtype in FLOATS
+
+
+def _adjacent(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _f32(x: Tensor) -> Tensor:
+    return x.float().contiguous()
+
+
+def _shares(
+    pending: plain.Streams, fn: Tensor, settled: Tensor | None, read: Tensor | None
+) -> tuple[Tensor, Tensor, int]:
+    """Runs `_enter`: products [T, C, M] and squares [T, C, 2] f32 of C shares a row, and C."""
+    s, pre, out, post, comb = pending
+    rows, streams, width = s.shape
+    mixes, chunks = (2 + streams) * streams, triton.cdiv(width, BLOCK)
+    products = torch.empty((rows, chunks, mixes), dtype=torch.float32, device=s.device)
+    squares = torch.empty((rows, chunks, 2), dtype=torch.float32, device=s.device)
+    if rows == 0:
+        return products, squares, chunks
+    out = _adjacent(out) if out is not None else None
+    config = tuning.config("hyper_read", f"{streams}x{width}", rows, DEFAULTS)
+    down = min(triton.cdiv(rows, ROWS), max(config["programs"] // chunks, 1))
+    _enter[(chunks, down)](
+        s,
+        out,
+        _f32(pre) if read is not None else None,
+        _f32(post) if post is not None else None,
+        _f32(comb) if comb is not None else None,
+        fn,
+        settled,
+        read,
+        products,
+        squares,
+        rows,
+        width,
+        s.stride(0),
+        s.stride(1),
+        out.stride(0) if out is not None else 0,
+        S=streams,
+        MIXES=mixes,
+        MIX_BLOCK=max(triton.next_power_of_2(mixes), 16),
+        ROWS=ROWS,
+        BLOCK=BLOCK,
+        MASKED=width % BLOCK != 0,
+        PENDING=out is not None,
+        READ=read is not None,
+        num_warps=4,
+        num_stages=config["num_stages"],
+    )
+    return products, squares, chunks
+
+
+def _weights(
+    s: Tensor,
+    shares: tuple[Tensor, Tensor, int],
+    scale: Tensor,
+    base: Tensor,
+    weight: Tensor | None,
+    read: Tensor | None,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Runs `_finish`: pre, post, comb; and the norm of `read`, in place."""
+    rows, streams, width = s.shape
+    pre, post = (torch.empty((rows, streams), dtype=torch.float32, device=s.device) for _ in range(2))
+    comb = torch.empty((rows, streams, streams), dtype=torch.float32, device=s.device)
+    products, squares, chunks = shares
+    block = min(triton.next_power_of_2(width), NORM_BLOCK)
+    pieces = triton.cdiv(width, block) if read is not None else 0
+    if rows == 0:
+        return pre, post, comb
+    _finish[(rows * (1 + pieces),)](
+        products,
+        squares,
+        scale,
+        base,
+        weight,
+        pre,
+        post,
+        comb,
+        read,
+        rows,
+        width,
+        norm_eps,
+        hc_eps,
+        iters,
+        S=streams,
+        CHUNKS=chunks,
+        SHARES=SHARES,
+        PIECES=pieces,
+        BLOCK=block,
+        num_warps=1,
+    )
+    return pre, post, comb
+
+
+def hyper_read(
+    pending: plain.Streams,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    weight: Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+) -> tuple[Tensor, plain.Streams] | None:
+    """As `fused.hyper_read`; None for a number of streams or a dtype that the kernels lack."""
+    s = _adjacent(pending.s)
+    if not _serves(s):
+        return None
+    rows, _, width = s.shape
+    read = torch.empty((rows, width), dtype=s.dtype, device=s.device)
+    settled = torch.empty(s.shape, dtype=s.dtype, device=s.device) if pending.out is not None else None
+    shares = _shares(pending._replace(s=s), _f32(fn), settled, read)
+    pre, post, comb = _weights(s, shares, _f32(scale), _f32(base), weight.contiguous(), read, norm_eps, hc_eps, iters)
+    return read, plain.Streams(s if settled is None else settled, pre, None, post, comb)
+
+
+def hyper_mixes(
+    s: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm_eps: float, hc_eps: float, iters: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    if not _serves(s):
+        return plain.hyper_mixes_reference(s, fn, scale, base, norm_eps, hc_eps, iters)
+    s = _adjacent(s)
+    shares = _shares(plain.Streams(s, s), _f32(fn), None, None)
+    return _weights(s, shares, _f32(scale), _f32(base), None, None, norm_eps, hc_eps, iters)
+
+
+def hyper_collapse(s: Tensor, pre: Tensor) -> Tensor:
+    if not _serves(s):
+        return plain.hyper_collapse_reference(s, pre)
+    s = _adjacent(s)
+    rows, streams, width = s.shape
+    y = torch.empty((rows, width), dtype=s.dtype, device=s.device)
+    if y.numel():
+        block = min(triton.next_power_of_2(width), 1024)
+        _collapse[(rows, triton.cdiv(width, block))](
+            s, _f32(pre), y, width, s.stride(0), s.stride(1), S=streams, BLOCK=block, num_warps=max(block // 256, 1)
+        )
+    return y
+
+
+def hyper_expand(out: Tensor, s: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    if not _serves(s) or out.dtype not in FLOATS:
+        return plain.hyper_expand_reference(out, s, post, comb)
+    out, s = _adjacent(out), _adjacent(s)
+    rows, streams, width = s.shape
+    y = torch.empty(s.shape, dtype=s.dtype, device=s.device)
+    if y.numel():
+        block = min(triton.next_power_of_2(width), 1024)
+        _expand[(rows, triton.cdiv(width, block))](
+            out,
+            s,
+            _f32(post),
+            _f32(comb),
+            y,
+            width,
+            out.stride(0),
+            s.stride(0),
+            s.stride(1),
+            S=streams,
+            BLOCK=block,
+            num_warps=max(block // 256, 1),
+        )
+    return y
