@@ -46,10 +46,11 @@ def _parts(x):
 def _once(x, dtype: tl.constexpr):
     """`narrow`, in a form that the compiler may not repeat: else each warp works the streams out for its products."""
     if INTERPRETED or dtype != tl.bfloat16:
-        return narrow(x, dtype)
-    return tl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2
-    )
+        y = narrow(x, dtype)
+    else:
+        pair: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+        y = tl.inline_asm_elementwise(pair, "=r,r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
+    return y
 
 
 @triton.jit
