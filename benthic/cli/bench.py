@@ -1,4 +1,7 @@
-"""`benthic bench step | eval`: how fast this machine runs a model, and what the model's text is worth."""
+"""`benthic bench`: how fast this machine runs a model (step), what the model's text is worth (eval), how close kernels
+(kernel) and a rank of a large deployment (rank) come to what the hardware allows, and which configurations are fastest
+(tune).
+"""
 
 import argparse
 import json
@@ -15,6 +18,13 @@ def _numbers(text: str) -> tuple[int, ...]:
     if any(value < 1 for value in values):
         raise ValueError
     return values
+
+
+def _token_counts(text: str) -> tuple[int, ...]:
+    """4K,1M: thousands and millions of 1024 and 1024 * 1024."""
+    units = {"K": 1 << 10, "M": 1 << 20}
+    parts = [part.strip().upper() for part in text.split(",") if part.strip()]
+    return _numbers(",".join(str(int(part.rstrip("KM")) * units.get(part[-1], 1)) for part in parts))
 
 
 def _count(text: str) -> int:
@@ -52,6 +62,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text.add_argument("--documents", type=_count, help="score the first N documents (default: all)")
     text.add_argument("--stories", type=_count, default=10, help="stories to sample at T = 0.8 (default 10)")
     text.set_defaults(run_bench=_eval)
+    kernel = benches.add_parser("kernel", help="every kernel against the hardware's bound", allow_abbrev=False)
+    kernel.add_argument("--op", metavar="NAME", help="only cases whose op or row has this in its name")
+    kernel.set_defaults(run_bench=_kernel)
+    rank = benches.add_parser("rank", help="one expert-parallel rank at full depth on one GPU", allow_abbrev=False)
+    rank.add_argument("--ranks", type=_count, default=8, help="ranks that share the experts (default 8)")
+    rank.add_argument(
+        "--rows", type=_numbers, default=(64, 192, 384, 1536), metavar="N,N", help="decode rows of a step"
+    )
+    rank.add_argument(
+        "--contexts",
+        type=_token_counts,
+        default=(1 << 12, 1 << 15, 1 << 17, 1 << 20),
+        metavar="4K,1M",
+        help="tokens each request has",
+    )
+    rank.add_argument("--prefill", type=_token_counts, default=(1 << 15,), metavar="32K", help="prompt to prefill")
+    rank.add_argument("--chunk", type=_token_counts, default=(1 << 12,), metavar="4K", help="its rows a step")
+    rank.add_argument("--numerics", default="production", choices=("reference", "production", "fast"))
+    rank.add_argument("--tiny", action="store_true", help="a small model, which a CPU can do too")
+    rank.set_defaults(run_bench=_rank)
+    tune = benches.add_parser("tune", help="write the table of kernel configurations", allow_abbrev=False)
+    tune.add_argument("--op", metavar="NAME", help="only ops with this in their name; the others keep their entries")
+    tune.add_argument("--table", type=Path, metavar="FILE", help="table to write (default: the package's own)")
+    tune.set_defaults(run_bench=_tune)
+    for bench in (kernel, rank, tune):
+        bench.add_argument("--device", default="cuda", help="cuda, or cpu for a reduced run (default cuda)")
+        bench.add_argument(
+            "--budget-seconds",
+            type=float,
+            default=480.0,
+            metavar="S",
+            help="begin nothing new after that (default 480)",
+        )
+        bench.add_argument("--json", action="store_true", help="the whole report as one JSON object")
+        bench.add_argument("--out", default="results", metavar="DIR", help="folder of results (default results)")
+        bench.add_argument("--no-save", action="store_true", help="write no file")
+        bench.add_argument("--seed", type=_count, default=0, help="of random operands (default 0)")
     for bench in (step, text):
         bench.add_argument("--json", action="store_true", help="the whole report as one JSON object")
         bench.add_argument("--out", default="results", metavar="DIR", help="folder of results (default results)")
@@ -100,6 +147,64 @@ def _eval(args: argparse.Namespace) -> int:
 
         found = evaluation.run(settings, options, progress)
     return _finish(args, settings, found, _eval_text)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _kernel(args: argparse.Namespace) -> int:
+    from benthic.bench import kernel
+
+    options = kernel.Options(op=args.op, budget_seconds=args.budget_seconds, device=args.device, seed=args.seed)
+    found = kernel.run(options, _say)
+    return _show(args, found, "kernel" if args.op is None else f"kernel-{args.op}", kernel.table(found))
+
+
+def _rank(args: argparse.Namespace) -> int:
+    from benthic.bench import rank, report
+
+    options = rank.Options(
+        ranks=args.ranks,
+        rows=args.rows,
+        contexts=args.contexts,
+        prefill=args.prefill[0] if args.prefill else 0,
+        chunk=args.chunk[0],
+        numerics=args.numerics,
+        budget_seconds=args.budget_seconds,
+        tiny=args.tiny,
+        device=args.device,
+        seed=args.seed,
+    )
+    found = rank.run(options, _say)
+    name = f"rank-{'tiny' if args.tiny else f'ep{args.ranks}'}-{args.numerics}"
+    shown = _show(args, found, name, rank.table(found))
+    if not args.no_save:
+        folder = Path(args.out) / report.slug(found["hardware"])
+        drawn = rank.picture(found, folder / f"{name}.png")
+        _say(f"drawn in {drawn}" if drawn else "no picture: matplotlib is not installed, or nothing was measured")
+    return shown
+
+
+def _tune(args: argparse.Namespace) -> int:
+    from benthic.bench import tune
+
+    options = tune.Options(op=args.op, budget_seconds=args.budget_seconds, device=args.device, seed=args.seed)
+    found = tune.run(options, _say)
+    if found["decisions"]:
+        _say(f"table written to {tune.save(found['table'], args.table or tune.packaged_path())}")
+    return _show(args, found, "tune" if args.op is None else f"tune-{args.op}", tune.text(found))
+
+
+def _show(args: argparse.Namespace, found: dict[str, Any], name: str, text: str) -> int:
+    """Keep the report, and print it whole or in short."""
+    from benthic.bench import report
+
+    path = None if args.no_save else report.save(found, Path(args.out), name)
+    print(json.dumps(found, ensure_ascii=False) if args.json else text)
+    if path is not None:
+        _say(f"written to {path}")
+    return 0
 
 
 def _finish(

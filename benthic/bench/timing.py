@@ -1,0 +1,213 @@
+"""How long device work takes, and how long it would at least: CUDA graph replay, cold and warm, and measured ceilings.
+
+Cold: a sweep that reads four times the L2 stands before every run in the graph, and the time of the sweeps alone is
+taken off. The sweep only reads, so no dirty line is left for the next kernel to write back. Warm: the runs follow one
+another. On a CPU everything is timed by the clock, and cold is not told apart.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+REPLAYS = 15  # of a captured graph; the median counts
+GRAPH_SECONDS = 3e-3  # a graph holds so many runs that one replay takes about this long
+MOST_RUNS = 24
+L2_BYTES = 60 << 20  # H200
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What the device does, measured in the same run as what is held against it."""
+
+    read_bytes: float  # per second, a pure read
+    copy_bytes: float  # per second, read and written bytes together
+    bf16_flops: float  # per second, torch matmul
+    fp8_flops: float  # per second, torch._scaled_mm with one scale a row; bf16's where there is none
+    launch_seconds: float  # one small kernel after another in a graph
+
+    def floor(self, nbytes: float, flops: float, kind: str = "bf16") -> float:
+        """Seconds that neither the bytes nor the operations allow to beat."""
+        return max(nbytes / self.read_bytes, flops / getattr(self, f"{kind}_flops"))
+
+    def json(self) -> dict[str, float]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Seconds of one run, medians."""
+
+    cold: float
+    warm: float
+    captured: bool  # in a CUDA graph; False: launched one by one, so that launches count
+
+
+# ---- the clock -------------------------------------------------------------------------------------------------------
+
+
+class Timer:
+    """Times functions on one device. It holds the buffer that is swept."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._sweep = None
+        if device.type == "cuda":
+            self._sweep = torch.ones(4 * L2_BYTES // 8, dtype=torch.int64, device=device)
+            self._total = torch.zeros((), dtype=torch.int64, device=device)
+
+    def sweep(self) -> None:
+        if self._sweep is not None:
+            torch.sum(self._sweep, dim=0, out=self._total)
+
+    @torch.inference_mode()
+    def time(self, run: Run) -> Timed:
+        """Seconds of `run`, which works on the same tensors each time and may overwrite its own results."""
+        if self.device.type != "cuda":
+            took = self._clock(run)
+            return Timed(took, took, False)
+        for _ in range(2):  # compiles what is to be compiled, and allocates
+            run()
+        torch.cuda.synchronize(self.device)
+        once = self._between(run)
+        runs = max(1, min(MOST_RUNS, int(GRAPH_SECONDS / max(once, 1e-7))))
+        try:
+            warm = self._graph([run] * runs) / runs
+        except RuntimeError:  # something in it waits for the device
+            torch.cuda.synchronize(self.device)
+            warm = median(self._between(run) for _ in range(REPLAYS))
+            return Timed(self._eager_cold(run), warm, False)
+        sweeps = self._graph([self.sweep] * runs)
+        cold = (self._graph([self.sweep, run] * runs) - sweeps) / runs
+        return Timed(max(cold, 0.0), warm, True)
+
+    def _graph(self, work: list[Run]) -> float:
+        """Seconds of one replay of all of `work`."""
+        graph = capture(work, self.device)
+        graph.replay()
+        samples = [self._between(graph.replay) for _ in range(REPLAYS)]
+        graph.reset()
+        return median(samples)
+
+    def _eager_cold(self, run: Run) -> float:
+        samples: list[float] = []
+        for _ in range(REPLAYS):
+            self.sweep()
+            samples.append(self._between(run))
+        return median(samples)
+
+    def _between(self, run: Run) -> float:
+        """Seconds between two events around `run`."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    def _clock(self, run: Run) -> float:
+        run()
+        samples: list[float] = []
+        ends = perf_counter() + 0.02
+        while len(samples) < 2 or (perf_counter() < ends and len(samples) < REPLAYS):
+            started = perf_counter()
+            run()
+            samples.append(perf_counter() - started)
+        return median(samples)
+
+
+def capture(work: list[Run], device: torch.device) -> torch.cuda.CUDAGraph:
+    """One CUDA graph of all of `work`, in order. Each must have run before. Raises RuntimeError when one waits."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize(device)
+    with torch.cuda.graph(graph):
+        for run in work:
+            run()
+    return graph
+
+
+# ---- the ceilings ----------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def measure_ceilings(timer: Timer) -> Ceilings:
+    """About a second on a GPU, less on a CPU."""
+    device = timer.device
+    large = device.type == "cuda"
+    size = (2 << 30) if large else (16 << 20)
+    source = torch.ones(size // 8, dtype=torch.int64, device=device)
+    target = torch.empty_like(source)
+    copy = timer.time(lambda: target.copy_(source)).warm
+    reads = [source, source.view(torch.float32), source.view(torch.bfloat16)]
+    read = min(timer.time(lambda x=x: x.sum()).warm for x in reads)
+    n = 8192 if large else 256
+    generator = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(n, n, generator=generator, device=device).bfloat16() for _ in range(2))
+    flops = 2.0 * n**3
+    bf16 = flops / timer.time(lambda: a @ b.t()).warm
+    fp8 = bf16
+    if large:
+        fp8 = flops / timer.time(scaled_mm(a, b)).warm
+    few = torch.ones(64, device=device)
+    launch = timer.time(lambda: few.add_(1)).warm
+    return Ceilings(size / read, 2 * size / copy, bf16, fp8, launch)
+
+
+def scaled_mm(x: Tensor, weight: Tensor) -> Run:
+    """cuBLAS on FP8 with one scale a row: x [M, K], weight [N, K], cast as they are -> [M, N] bf16."""
+    a, b = x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn)
+    rows = torch.ones(x.shape[0], 1, device=x.device)
+    columns = torch.ones(1, weight.shape[0], device=x.device)
+    product = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+    return lambda: product(a, b.t(), rows, columns, out_dtype=torch.bfloat16)
+
+
+# ---- a trace ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a device did during some replays."""
+
+    wall: float  # seconds from the first kernel's start to the last one's end
+    busy: float  # seconds in which at least one kernel ran
+    kernels: dict[str, tuple[int, float]]  # name -> launches, seconds
+
+    @property
+    def idle(self) -> float:
+        """Share of the time in which nothing ran."""
+        return 1 - self.busy / self.wall if self.wall else 0.0
+
+
+def trace(run: Run, times: int) -> Trace:
+    """Profile `times` calls of `run` on the GPU, back to back."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(times):
+            run()
+        torch.cuda.synchronize()
+    spans: list[tuple[float, float]] = []
+    kernels: dict[str, tuple[int, float]] = {}
+    for event in profiler.events() or []:
+        if event.device_type.name != "CUDA":
+            continue
+        start, end = event.time_range.start * 1e-6, event.time_range.end * 1e-6
+        spans.append((start, end))
+        count, took = kernels.get(event.name, (0, 0.0))
+        kernels[event.name] = (count + 1, took + end - start)
+    return Trace(*_union(spans), kernels)
+
+
+def _union(spans: list[tuple[float, float]]) -> tuple[float, float]:
+    """(from first start to last end, time covered) of intervals that may overlap."""
+    busy, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return (reached - min(start for start, _ in spans), busy) if spans else (0.0, 0.0)
