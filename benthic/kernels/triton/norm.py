@@ -54,7 +54,8 @@ def _rms_norm(
 def chunked(width: int, most: int = 1024) -> tuple[int, int]:
     """(chunks, block): a width as chunks of a power of two, at most `most` channels; else one block that is masked."""
     block = min(width & -width, most)
-    return (width // block, block) if block >= 32 and width // block <= 16 else (1, triton.next_power_of_2(width))
+    even = width > most and block >= 32 and width // block <= 16
+    return (width // block, block) if even else (1, triton.next_power_of_2(width))
 
 
 def even_rows(x: Tensor) -> Tensor:
