@@ -20,6 +20,7 @@ T rows, k experts a row, P = T*k pairs, E experts, D hidden width, I expert widt
 """
 
 import json
+from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -243,9 +244,23 @@ def experts(
         w13, w2 = pack(w13, variant), pack(w2, variant)
     assert isinstance(w13, Prepared), "w2 is prepared, w13 is not"
     assert isinstance(w2, Prepared), "w13 is prepared, w2 is not"
-    k = ids.shape[1]
     if ids.numel() == 0:
         return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    with backends.use("triton") if x.is_cuda else nullcontext():  # whoever forced this backend meant the products
+        return _experts(x, ids, weights, w13, w2, limit, quantise, round_hidden)
+
+
+def _experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w13: Prepared,
+    w2: Prepared,
+    limit: float,
+    quantise: bool,
+    round_hidden: bool,
+) -> Tensor:
+    k = ids.shape[1]
     routed = plan(ids, w13.shape[0])
     if w13.variant in ("group", "token"):
         return combine(_public(x.contiguous(), routed, k, w13, w2, limit), routed, k, weights)
