@@ -5,7 +5,6 @@ ceilings, and never below what one small kernel takes in a graph. The public fun
 of the floor is that of the cold time. Peers (cuBLAS, another backend) run on operands of the same sizes.
 """
 
-import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
@@ -15,7 +14,7 @@ import torch
 
 from benthic.bench import report
 from benthic.bench.cases import RELEASE, SMALL, Case, Cases
-from benthic.bench.timing import Ceilings, Run, Timed, Timer, measure_ceilings
+from benthic.bench.timing import Ceilings, Run, Timed, Timer, measure_ceilings, release
 from benthic.errors import BenchError
 
 MESSAGE = 300  # characters of a failure that are kept
@@ -50,7 +49,7 @@ def run(options: Options, say: Callable[[str], None] = lambda _: None) -> dict[s
         result = measure(case, timer, ceilings)
         found.append(result)
         say(_line(result))
-        gc.collect()
+        release(device)
         if "error" in result and lost(device):
             raise BenchError(case.name, f"the device does not answer any more: {result['error']}")
     if not found and not left_out:

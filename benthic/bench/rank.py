@@ -8,7 +8,6 @@ instead, the same number of bytes. The drafter and the network are not counted.
 A decode step (backbone, head, draw) is one CUDA graph; its parts are timed by events in a second graph of it.
 """
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from benthic.bench.cases import RELEASE, SMALL, Case, Cases
 from benthic.bench.operands import Operands, RandomSource, block_tables, decode_rows, spread_loads
 from benthic.bench.parts import Parts, time_parts
 from benthic.bench.report import Measure
-from benthic.bench.timing import Ceilings, Run, Timer, capture, measure_ceilings, trace
+from benthic.bench.timing import Ceilings, Run, Timer, capture, measure_ceilings, release, trace
 from benthic.cache.spec import block_layout, blocks_for
 from benthic.errors import BenchError
 from benthic.kernels import rope, sample
@@ -362,7 +361,7 @@ def run(options: Options, say: Callable[[str], None] = lambda _: None) -> dict[s
                 found |= _guarded(lambda rows=rows, context=context: decode(rank, timer, ceilings, rows, context))
                 steps.append(found)
                 say(step_line(found))
-                gc.collect()
+                release(device)
         prefill = _guarded(lambda: time_prefill(rank, ceilings)) if options.prefill else {}
     return (
         head
@@ -435,11 +434,11 @@ def decode(rank: Rank, timer: Timer, ceilings: Ceilings, rows: int, context: int
         graph = capture([step], rank.device)
         seen = trace(graph.replay, 5)
         graph.reset()
-        found["idle_share"] = seen.idle
-        found["graph_over_kernels"] = seen.wall / max(sum(seconds for _, seconds in seen.kernels.values()), 1e-9)
+        found["idle_share"] = max(1 - seen.busy / took, 0.0)
+        found["times_kernels"] = took / max(seen.kernel_seconds, 1e-9)
         found["kernels"] = {
-            name[:80]: {"launches": count // 5, "ms": 200 * seconds}
-            for name, (count, seconds) in sorted(seen.kernels.items(), key=lambda item: -item[1][1])[:25]
+            name[:80]: {"launches": launches, "ms": 1e3 * seconds}
+            for name, (launches, seconds) in sorted(seen.kernels.items(), key=lambda item: -item[1][1])[:25]
         }
     return found
 

@@ -5,6 +5,7 @@ taken off. The sweep only reads, so no dirty line is left for the next kernel to
 another. On a CPU everything is timed by the clock, and cold is not told apart.
 """
 
+import gc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -12,6 +13,8 @@ from time import perf_counter
 
 import torch
 from torch import Tensor
+
+from benthic.engine.graphs import waits_refused
 
 REPLAYS = 15  # of a captured graph; the median counts
 GRAPH_SECONDS = 3e-3  # a graph holds so many runs that one replay takes about this long
@@ -75,13 +78,11 @@ class Timer:
             run()
         torch.cuda.synchronize(self.device)
         once = self._between(run)
-        runs = max(1, min(MOST_RUNS, int(GRAPH_SECONDS / max(once, 1e-7))))
-        try:
-            warm = self._graph([run] * runs) / runs
-        except RuntimeError:  # something in it waits for the device
-            torch.cuda.synchronize(self.device)
+        if waits(run):
             warm = median(self._between(run) for _ in range(REPLAYS))
             return Timed(self._eager_cold(run), warm, False)
+        runs = max(1, min(MOST_RUNS, int(GRAPH_SECONDS / max(once, 1e-7))))
+        warm = self._graph([run] * runs) / runs
         sweeps = self._graph([self.sweep] * runs)
         cold = (self._graph([self.sweep, run] * runs) - sweeps) / runs
         return Timed(max(cold, 0.0), warm, True)
@@ -121,14 +122,38 @@ class Timer:
         return median(samples)
 
 
+def waits(run: Run) -> bool:
+    """Does something in it make the host wait for the device? Then no graph can hold it."""
+    try:
+        with waits_refused():
+            run()
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        return True
+    return False
+
+
 def capture(work: list[Run], device: torch.device) -> torch.cuda.CUDAGraph:
-    """One CUDA graph of all of `work`, in order. Each must have run before. Raises RuntimeError when one waits."""
+    """One CUDA graph of all of `work`, in order. Each must have run before, and none of them may wait."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(device)
-    with torch.cuda.graph(graph):
-        for run in work:
-            run()
+    stream = torch.cuda.current_stream(device)
+    try:
+        with torch.cuda.graph(graph):
+            for run in work:
+                run()
+    except RuntimeError:
+        torch.cuda.set_stream(stream)  # a capture that broke off leaves its own
+        raise
     return graph
+
+
+def release(device: torch.device) -> None:
+    """Give back what graphs and results held that are gone."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 # ---- the ceilings ----------------------------------------------------------------------------------------------------
@@ -172,20 +197,19 @@ def scaled_mm(x: Tensor, weight: Tensor) -> Run:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a device did during some replays."""
+    """What a device did in one run, as a profiler saw it."""
 
-    wall: float  # seconds from the first kernel's start to the last one's end
     busy: float  # seconds in which at least one kernel ran
-    kernels: dict[str, tuple[int, float]]  # name -> launches, seconds
+    kernels: dict[str, tuple[float, float]]  # name -> launches, seconds
 
     @property
-    def idle(self) -> float:
-        """Share of the time in which nothing ran."""
-        return 1 - self.busy / self.wall if self.wall else 0.0
+    def kernel_seconds(self) -> float:
+        return sum(seconds for _, seconds in self.kernels.values())
 
 
 def trace(run: Run, times: int) -> Trace:
-    """Profile `times` calls of `run` on the GPU, back to back."""
+    """The mean of `times` runs on the GPU, back to back. Gaps between kernels are the profiler's own as well, so that
+    idle time is told by `busy` against the time of a run that nobody watches."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -193,21 +217,21 @@ def trace(run: Run, times: int) -> Trace:
             run()
         torch.cuda.synchronize()
     spans: list[tuple[float, float]] = []
-    kernels: dict[str, tuple[int, float]] = {}
+    kernels: dict[str, tuple[float, float]] = {}
     for event in profiler.events() or []:
         if event.device_type.name != "CUDA":
             continue
         start, end = event.time_range.start * 1e-6, event.time_range.end * 1e-6
         spans.append((start, end))
-        count, took = kernels.get(event.name, (0, 0.0))
-        kernels[event.name] = (count + 1, took + end - start)
-    return Trace(*_union(spans), kernels)
+        count, took = kernels.get(event.name, (0.0, 0.0))
+        kernels[event.name] = (count + 1 / times, took + (end - start) / times)
+    return Trace(covered(spans) / times, kernels)
 
 
-def _union(spans: list[tuple[float, float]]) -> tuple[float, float]:
-    """(from first start to last end, time covered) of intervals that may overlap."""
-    busy, reached = 0.0, float("-inf")
+def covered(spans: list[tuple[float, float]]) -> float:
+    """Time that lies in at least one of some intervals, which may overlap."""
+    total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
-        busy += max(0.0, end - max(start, reached))
+        total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
-    return (reached - min(start for start, _ in spans), busy) if spans else (0.0, 0.0)
+    return total

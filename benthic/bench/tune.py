@@ -2,8 +2,8 @@
 
 A Triton module that has a choice lists it in `CANDIDATES`: op -> {name -> config}, where op is the name under which its
 wrapper asks `tuning.config`, or the last part of it ("blocks" for "linear_blocks"). A case is run once to hear what it
-asks; then each candidate takes its turn. One counts only if it gives what the default gives, up to the order of sums, and
-replaces it only if it is faster by more than the noise. One bucket of the table is one number of rows of the case list.
+asks; then each candidate takes its turn. One counts only if it gives what the default gives, up to the order of sums,
+and replaces it only if it is faster by more than the noise. One bucket of the table is one number of rows of the list.
 """
 
 import json

@@ -11,7 +11,7 @@ from benthic.bench import rank
 from benthic.bench.operands import Operands, RandomSource, block_tables, decode_rows, routing, spread_loads
 from benthic.bench.parts import Marks, Span, marked, time_parts
 from benthic.bench.rank import EXCHANGE, REST, SKEW, Options, Rank, floors, rank_config, split_rows
-from benthic.bench.timing import Ceilings
+from benthic.bench.timing import Ceilings, covered
 from benthic.cli.main import main
 from benthic.errors import BenchError
 from benthic.kernels import backends, kv_copy
@@ -314,3 +314,8 @@ def test_command(
 def test_without_a_gpu() -> None:
     with pytest.raises(BenchError, match="--tiny --device cpu"):
         rank.run(Options())
+
+
+def test_time_that_kernels_cover() -> None:
+    assert covered([]) == 0
+    assert covered([(5, 6), (0, 2), (1, 3), (1, 2)]) == pytest.approx(4)
