@@ -356,12 +356,23 @@ class Run(NamedTuple):
 
 
 @torch.inference_mode()
-def forward(model: DeepseekV41, ids: Sequence[int], fed: Sequence[hyper.Streams] | None = None) -> Run:
-    """The whole text in one step. fed: streams that each layer reads in place of those that reach it."""
+def forward(
+    model: DeepseekV41,
+    ids: Sequence[int],
+    fed: Sequence[hyper.Streams] | None = None,
+    *,
+    on_device: bool | None = None,
+) -> Run:
+    """The whole text in one step.
+
+    fed        streams that each layer reads in place of those that reach it.
+    on_device  in the GPU form of a step; None: when the model is on a GPU.
+    """
     blocks = -(-len(ids) // 128)
     storage = Storage(model.cache_spec, blocks + 1, 2, model.embed.weight.device)
-    chunk = Chunk(0, 0, tuple(ids), 0, True, 1, tuple(range(1, blocks + 1)))
-    batch = batches.build(StepPlan(0, (chunk,), ()), storage)
+    plan = StepPlan(0, (Chunk(0, 0, tuple(ids), 0, False, 1, tuple(range(1, blocks + 1))),), ())
+    on_device = storage.device.type == "cuda" if on_device is None else on_device
+    batch = batches.Uploads(storage).step(plan).batch if on_device else batches.build(plan, storage)
     entries: list[hyper.Streams] = []
     exits: list[Tensor] = []
 
@@ -537,7 +548,7 @@ def run(settings: Config, options: Options, say: Callable[[str], None] = lambda 
         checkpoint = Checkpoint.open(settings.model)
         texts = texts_of(checkpoint, options)
         say(f"products of the model over {sum(map(len, texts))} tokens")
-        found["products"] = model_products(from_checkpoint(checkpoint, NUMERICS["production"], device), texts)
+        found["products"] = model_products(from_checkpoint(checkpoint, NUMERICS["production"]), texts)  # by value
         say("profiles")
         found["profiles"] = compare(checkpoint, texts, options.profiles, device)
     names = (REFERENCE, *options.profiles)
