@@ -49,6 +49,7 @@ FP8 = 1 + 1 / 1024  # bytes a weight, scales counted
 FP4 = 0.5 + 1 / 32
 CHAIN_US = {48: 150.0, 384: 232.0, 1152: 262.0, 12288: 1000.0}  # most for the experts' chain of the release, by R
 VARIANTS = ("exact", "fast", "invariant")
+PLACES = ("device", "host", "staged")  # of an n-gram table; staged: the host gathers its rows and sends them
 
 
 class Target(NamedTuple):
@@ -73,6 +74,8 @@ class Case:
     kind: str = "bf16"  # whose ceiling the operations are held against
     variant: str = "exact"  # "fast": one scale a row; "invariant": tiling that does not depend on the rows
     target: Target = field(default_factory=Target)
+    over_link: float = 0.0  # bytes that come from the host
+    on_host: bool = False  # the host has a part in it, so that no graph can hold it
     peers: Mapping[str, Callable[[], Run]] = field(default_factory=dict[str, Callable[[], Run]])
 
     @property
@@ -184,7 +187,7 @@ class Cases:
         for rows in self.sizes.rows:
             yield self.hyper_read(rows)
         for rows in self.sizes.small_rows:
-            for place in ("device", "host") if self.device.type == "cuda" else ("device",):
+            for place in PLACES if self.device.type == "cuda" else PLACES[:1]:
                 yield self.table_rows(rows, place)
             yield self.engram_gate(rows)
 
@@ -589,23 +592,39 @@ class Cases:
         return Case("mHC", "hyper_read", f"T={rows}", self.phase(rows), nbytes, flops, build, target=target)
 
     def table_rows(self, rows: int, place: str) -> Case:
-        """Random rows of a table in the device's memory, or in the host's, read over the bus."""
-        per, width = self.c.engram_rows_per_token, self.c.engram_head_dim
+        """Random rows of a table: in the device's memory, in the host's and read over the link, or sent by the host."""
+        count, width = rows * self.c.engram_rows_per_token, self.c.engram_head_dim
+        record = 33 * width / 32
 
         def build() -> Run:
-            codes, scales = self.table(place)
-            ids = self.make.integers(0, codes.shape[0], rows, per)
-            return lambda: engram.table_rows(codes, scales, ids, torch.bfloat16)
+            codes, scales = self.table("device" if place == "device" else "host")
+            ids = self.make.integers(0, codes.shape[0], count)
+            if place != "staged":
+                return lambda: engram.table_rows(codes, scales, ids, torch.bfloat16)
+            at, each = ids.cpu(), torch.arange(count, device=self.device)
+            parts = [codes.view(torch.uint8), scales]
+            found = [torch.empty(count, part.shape[1], dtype=torch.uint8, pin_memory=True) for part in parts]
+            here = [part.to(self.device) for part in found]
+
+            def run() -> Tensor:
+                for part, some, copy in zip(parts, found, here, strict=True):
+                    torch.index_select(part, 0, at, out=some)
+                    copy.copy_(some, non_blocking=True)
+                return engram.table_rows(here[0].view(quant.E4M3), here[1], each, torch.bfloat16)
+
+            return run
 
         return Case(
             "Engram gather",
             "table_rows",
-            f"T={rows}, table on the {place}",
+            f"T={rows}, {place}",
             self.phase(rows),
-            nbytes=rows * per * (33 * width / 32 + 2 * width),
+            nbytes=count * (record + 2 * width),
             flops=0.0,
             build=build,
             target=Target(0.60) if place == "device" else Target(),
+            over_link=0.0 if place == "device" else count * record,
+            on_host=place == "staged",
         )
 
     def engram_gate(self, rows: int) -> Case:

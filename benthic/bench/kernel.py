@@ -69,7 +69,7 @@ def _wanted(cases: Iterator[Case], op: str | None) -> Iterator[Case]:
 
 def measure(case: Case, timer: Timer, ceilings: Ceilings) -> dict[str, Any]:
     """One case as JSON: what it was, floor, times, peers, and whether the target is met; or the error."""
-    floor = max(ceilings.floor(case.nbytes, case.flops, case.kind), ceilings.launch_seconds)
+    floor = max(ceilings.floor(case.nbytes, case.flops, case.kind, case.over_link), ceilings.launch_seconds)
     result: dict[str, Any] = {
         "row": case.row,
         "op": case.op,
@@ -82,7 +82,7 @@ def measure(case: Case, timer: Timer, ceilings: Ceilings) -> dict[str, Any]:
         "target": {key: value for key, value in case.target._asdict().items() if value is not None},
     }
     try:
-        timed = _timed(case.build, timer)
+        timed = timer.time(case.build(), graph=not case.on_host)
         result |= judge(case, timed, floor)
         result["peers"] = {}
         for name, build in case.peers.items():
@@ -114,13 +114,9 @@ def judge(case: Case, timed: Timed, floor: float) -> dict[str, Any]:
     }
 
 
-def _timed(build: Callable[[], Run], timer: Timer) -> Timed:
-    return timer.time(build())
-
-
 def _peer(build: Callable[[], Run], timer: Timer) -> dict[str, Any]:
     try:
-        timed = _timed(build, timer)
+        timed = timer.time(build())
         return {"cold_us": 1e6 * timed.cold, "warm_us": 1e6 * timed.warm}
     except Exception as error:  # a peer that is not installed, or does not do this shape
         return {"error": f"{type(error).__name__}: {error}"[:MESSAGE]}

@@ -32,11 +32,13 @@ class Ceilings:
     copy_bytes: float  # per second, read and written bytes together
     bf16_flops: float  # per second, torch matmul
     fp8_flops: float  # per second, torch._scaled_mm with one scale a row; bf16's where there is none
+    link_bytes: float  # per second, pinned host memory to the device; a copy in memory where that is the device
     launch_seconds: float  # one small kernel after another in a graph
 
-    def floor(self, nbytes: float, flops: float, kind: str = "bf16") -> float:
-        """Seconds that neither the bytes nor the operations allow to beat."""
-        return max(nbytes / self.read_bytes, flops / getattr(self, f"{kind}_flops"))
+    def floor(self, nbytes: float, flops: float, kind: str = "bf16", over_link: float = 0.0) -> float:
+        """Seconds that neither the bytes, nor the operations, nor the bytes from the host allow to beat."""
+        rate = getattr(self, f"{kind}_flops")
+        return max(nbytes / self.read_bytes, flops / rate, over_link / self.link_bytes)
 
     def json(self) -> dict[str, float]:
         return asdict(self)
@@ -69,8 +71,11 @@ class Timer:
             torch.sum(self._sweep, dim=0, out=self._total)
 
     @torch.inference_mode()
-    def time(self, run: Run) -> Timed:
-        """Seconds of `run`, which works on the same tensors each time and may overwrite its own results."""
+    def time(self, run: Run, graph: bool = True) -> Timed:
+        """Seconds of `run`, which works on the same tensors each time and may overwrite its own results.
+
+        graph  it may be captured, unless it waits; False: work of the host is part of it.
+        """
         if self.device.type != "cuda":
             took = self._clock(run)
             return Timed(took, took, False)
@@ -78,7 +83,7 @@ class Timer:
             run()
         torch.cuda.synchronize(self.device)
         once = self._between(run)
-        if waits(run):
+        if not graph or waits(run):
             warm = median(self._between(run) for _ in range(REPLAYS))
             return Timed(self._eager_cold(run), warm, False)
         runs = max(1, min(MOST_RUNS, int(GRAPH_SECONDS / max(once, 1e-7))))
@@ -170,6 +175,8 @@ def measure_ceilings(timer: Timer) -> Ceilings:
     copy = timer.time(lambda: target.copy_(source)).warm
     reads = [source, source.view(torch.float32), source.view(torch.bfloat16)]
     read = min(timer.time(lambda x=x: x.sum()).warm for x in reads)
+    piece = torch.ones(size // 32, dtype=torch.int64, pin_memory=large)
+    link = timer.time(lambda: target[: size // 32].copy_(piece, non_blocking=True), graph=False).warm
     n = 8192 if large else 256
     generator = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(n, n, generator=generator, device=device).bfloat16() for _ in range(2))
@@ -180,7 +187,7 @@ def measure_ceilings(timer: Timer) -> Ceilings:
         fp8 = flops / timer.time(scaled_mm(a, b)).warm
     few = torch.ones(64, device=device)
     launch = timer.time(lambda: few.add_(1)).warm
-    return Ceilings(size / read, 2 * size / copy, bf16, fp8, launch)
+    return Ceilings(size / read, 2 * size / copy, bf16, fp8, size / 4 / link, launch)
 
 
 def scaled_mm(x: Tensor, weight: Tensor) -> Run:

@@ -60,7 +60,9 @@ def run(options: Options, say: Callable[[str], None] = lambda _: None) -> dict[s
 
 
 def _wanted(cases: Iterable[Case], op: str | None) -> Iterator[Case]:
-    return (case for case in cases if case.variant != "invariant" and (op is None or op in case.op))
+    return (
+        case for case in cases if case.variant != "invariant" and not case.on_host and (op is None or op in case.op)
+    )
 
 
 def choices() -> dict[str, dict[str, Config]]:

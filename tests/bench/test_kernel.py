@@ -17,7 +17,7 @@ from benthic.errors import BenchError
 from benthic.kernels import backends
 
 CPU = torch.device("cpu")
-H200 = Ceilings(read_bytes=4.15e12, copy_bytes=4.26e12, bf16_flops=730e12, fp8_flops=1250e12, launch_seconds=1e-6)
+H200 = Ceilings(4.15e12, 4.26e12, bf16_flops=730e12, fp8_flops=1250e12, link_bytes=55e9, launch_seconds=1e-6)
 SERVED = {"attention_inputs", "attention_output", "moe", "hyper_read"}  # runs of ops, which need a backend
 
 
@@ -104,6 +104,7 @@ def test_the_floor_is_the_larger_term() -> None:
     assert H200.floor(4.15e12, 0.0) == pytest.approx(1.0)
     assert H200.floor(4.15e12, 1460e12) == pytest.approx(2.0)
     assert H200.floor(0.0, 1250e12, "fp8") == pytest.approx(1.0)
+    assert H200.floor(4.15e12, 0.0, over_link=110e9) == pytest.approx(2.0)
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
@@ -139,7 +140,7 @@ class StubTimer(Timer):
         super().__init__(CPU)
         self.seconds = seconds
 
-    def time(self, run: Run) -> Timed:
+    def time(self, run: Run, graph: bool = True) -> Timed:
         run()
         return Timed(self.seconds, self.seconds / 2, True)
 

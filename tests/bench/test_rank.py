@@ -19,7 +19,7 @@ from benthic.models.deepseek_v41 import MoE
 from benthic.models.deepseek_v41_config import ModelConfig, cache_spec, tensors
 
 CPU = torch.device("cpu")
-H200 = Ceilings(read_bytes=4.15e12, copy_bytes=4.26e12, bf16_flops=730e12, fp8_flops=1250e12, launch_seconds=1e-6)
+H200 = Ceilings(4.15e12, 4.26e12, bf16_flops=730e12, fp8_flops=1250e12, link_bytes=55e9, launch_seconds=1e-6)
 SMALL = Options(
     rows=(4, 12),
     contexts=(512,),
