@@ -60,6 +60,10 @@ def test_operations_are_those_of_the_kernel_specification() -> None:
     assert projections == pytest.approx(0.253e9, rel=0.01)
     assert cases.experts(1, "exact").flops == pytest.approx(0.425e9, rel=0.01)
     assert cases.moe(1, False).flops - cases.experts(1, "exact").flops == pytest.approx(0.071e9, rel=0.02)
+    assert cases.attend(1, 6, "decode").flops == 6 * 4 * 64 * 512 * (128 + 512)
+    assert cases.select_records(1000, 2, 3, False).flops == 6 * 1003 * 2 * 32 * 128
+    assert cases.select_records(100000, 2, 3, True).flops == 6 * 2048 * 8 * 2 * 32 * 128
+    assert cases.head(7).flops == 2 * 7 * 129280 * 5120
     at_384 = cases.moe(384, False).flops + 384 * projections
     assert at_384 == pytest.approx(287e9, rel=0.02)
 
