@@ -1,6 +1,9 @@
 """`benthic doctor`: what this machine can run, and why not. Each finding is one line, with a remedy where one helps.
 
 It loads no weights. Exit code 0: Benthic can generate text here; 1: something it needs is missing.
+
+`benthic doctor --compare cpu,cuda` runs the model on both and compares op by op, layer by layer, logits and greedy text
+(`bench/compare.py`). Exit code 1: a line is beyond its bound.
 """
 
 import argparse
@@ -9,6 +12,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -17,7 +21,8 @@ from pathlib import Path
 
 import benthic
 from benthic import config
-from benthic.errors import BenthicError, NativeBuildError
+from benthic.errors import BadField, BenthicError, NativeBuildError
+from benthic.types import NUMERICS
 
 GIB = 1 << 30
 
@@ -39,11 +44,27 @@ class Finding:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    parser.add_argument(
+        "target", nargs="?", metavar="MODEL", help="with --compare: model to run (default: the setting)"
+    )
+    parser.add_argument(
+        "--compare", metavar="A,B", help="compare two places: devices such as cpu,cuda; cpu:reference is plain torch"
+    )
+    parser.add_argument("--profiles", default="float,reference,production", help="with --compare: numerics to compare")
+    parser.add_argument(
+        "--data", type=Path, metavar="FILE", help="with --compare: documents whose prompts are continued"
+    )
+    parser.add_argument(
+        "--prompts", type=int, default=0, metavar="N", help="with --compare: continue N prompts greedily"
+    )
+    parser.add_argument("--tokens", type=int, default=64, metavar="N", help="with --compare: by N tokens (default 64)")
     config.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     settings = config.from_arguments(args)
+    if args.compare is not None:
+        return _compare(args, settings)
     findings = examine(settings)
     able = all(finding.status is not Status.FAILED for finding in findings)
     if args.json:
@@ -55,6 +76,37 @@ def run(args: argparse.Namespace) -> int:
             print(f"{finding.status:<7} {finding.name:<9} {finding.detail}{remedy}")
         print("Benthic can run here." if able else "Benthic cannot run here until the lines marked failed are mended.")
     return 0 if able else 1
+
+
+def _compare(args: argparse.Namespace, settings: config.Config) -> int:
+    from benthic.bench import compare
+
+    names = args.compare.split(",")
+    if len(names) != 2:
+        raise BadField("compare", args.compare, "two places, such as cpu,cuda")
+    profiles = args.profiles.split(",")
+    for name in profiles:
+        if name not in NUMERICS:
+            raise BadField("profiles", name, f"one of {', '.join(NUMERICS)}")
+    left, right = map(compare.place, names)
+    model = args.target or settings.model
+    documents = [] if args.data is None else compare.prompts_of(model, args.data, args.prompts)
+    found = compare.compare(
+        model,
+        left,
+        right,
+        profiles,
+        compare.probe(model),
+        lambda text: print(f"{text} ...", file=sys.stderr, flush=True),
+        texts=documents,
+        tokens=args.tokens,
+    )
+    if args.json:
+        body = {"places": names, "model": model, "profiles": {n: [asdict(x) for x in xs] for n, xs in found.items()}}
+        print(json.dumps(body | {"passed": compare.passed(found)}, ensure_ascii=False))
+    else:
+        print(compare.render(found, left, right))
+    return 0 if compare.passed(found) else 1
 
 
 def examine(settings: config.Config) -> list[Finding]:

@@ -49,6 +49,7 @@ void benthic_write_records(uint8_t *pool, int64_t block_bytes, int64_t data_offs
     PARALLEL(n)
     for (int64_t t = 0; t < rows; t++) {
         const uint8_t *data, *scales;
+        if (ids[t] < 0) continue;
         locate(pool, block_bytes, data_offset, scale_offset, entries, channels, format, ids[t], &data, &scales);
         pack_row(values, t * ldx, (uint8_t *)data, (uint8_t *)scales, channels, format, wide);
     }

@@ -1,0 +1,111 @@
+"""The comparison of two places: equal places pass, and a fault in one of them is named by the op that has it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from benthic.bench import compare
+from benthic.cli.main import main
+from benthic.errors import BadField
+from benthic.kernels import backends, norm
+from benthic.models.weights import Checkpoint
+from benthic.testing.checkpoints import make_tiny
+
+PROMPTS = [[5, 900, 33, 7] * 10, [77, 4, 19]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("compare") / "tiny", seed=0)
+
+
+@pytest.mark.parametrize("numerics", ["float", "production"])
+def test_ops_of_native_and_reference_kernels(folder: Path, numerics: str) -> None:
+    left, right = compare.place("cpu"), compare.place("cpu:reference")
+    steps = compare.plans(PROMPTS, 24, 2)
+    lines = compare.op_lines(Checkpoint.open(folder), numerics, left, right, steps)
+    names = {line.name.partition(":")[0] for line in lines}
+    absent = {"roundtrip_fp8", "roundtrip_mxfp4"} if numerics == "float" else set()
+    assert names == {name for _, name in compare.OPS} - absent, "every op of a step is there"
+    assert all(line.passed for line in lines), lines
+
+
+def test_layers_and_logits(folder: Path) -> None:
+    left, right = compare.place("cpu"), compare.place("cpu:reference")
+    steps = compare.plans(PROMPTS, 24, 2)
+    checkpoint = Checkpoint.open(folder)
+    lines = compare.layer_lines(checkpoint, "float", left, right, steps)
+    assert [line.cases for line in lines] == [43] * 10
+    lines += compare.logit_lines(checkpoint, "float", left, right, steps)
+    assert all(line.passed for line in lines), lines
+
+
+def test_a_fault_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The right side's norm has another eps: the op says so, and no other op does."""
+    real = norm.rms_norm_reference
+
+    def faulty(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return real(x, weight * 1.001, eps)
+
+    monkeypatch.setattr(norm, "rms_norm_reference", faulty)
+    left, right = compare.place("cpu"), compare.place("cpu:reference")
+    steps = compare.plans(PROMPTS[1:], 24, 1)
+    checkpoint = Checkpoint.open(folder)
+    failed = [line.name for line in compare.op_lines(checkpoint, "float", left, right, steps) if not line.passed]
+    assert failed == ["rms_norm"]
+    assert not all(line.passed for line in compare.layer_lines(checkpoint, "float", left, right, steps))
+
+
+def test_distance_of_logits() -> None:
+    a = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 1.0]])
+    same = compare.distance(a, a + 5.0)  # a shift is the same distribution
+    assert same.kl.abs().max() < 1e-12
+    assert same.same.all()
+    other = compare.distance(a, a.flip(1))
+    assert other.same.tolist() == [False, False]
+    p, q = a[0].softmax(0), a[0].flip(0).softmax(0)
+    assert other.kl[0].item() == pytest.approx(float((p * (p / q).log()).sum()), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_greedy_text_of_native_and_reference_kernels() -> None:
+    """One prompt, a few tokens, the packaged model without quantisers: the same text."""
+    left, right = compare.place("cpu"), compare.place("cpu:reference")
+    lines = compare.text_lines("minnow", "float", left, right, [[0, 40, 50, 60]], 6)
+    assert all(line.passed for line in lines)
+    assert {line.error for line in lines if line.name == "agreed length"} == {6.0}
+
+
+def test_from_the_command_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "probe", lambda model: PROMPTS[1:])
+    command = ["doctor", str(folder), "--compare", "cpu,cpu:reference", "--profiles", "production"]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert "hyper_mixes" in text
+    assert "KL floor (cpu:reference)" in text
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["passed"] is True
+
+
+@pytest.mark.parametrize("text", ["gpu0", "cuda" if not torch.cuda.is_available() else "nowhere"])
+def test_places_that_are_not(text: str) -> None:
+    with pytest.raises(BadField, match="compare"):
+        compare.place(text)
+
+
+def test_backends_are_left_as_they_were(folder: Path) -> None:
+    before = backends.pick("rms_norm", torch.empty(1))
+    compare.op_lines(
+        Checkpoint.open(folder),
+        "float",
+        compare.place("cpu"),
+        compare.place("cpu:reference"),
+        compare.plans([[5]], 4, 0),
+    )
+    assert backends.pick("rms_norm", torch.empty(1)) is before
+    assert norm.rms_norm.__name__ == "rms_norm"
