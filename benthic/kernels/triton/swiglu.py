@@ -19,8 +19,8 @@ _LN2_LOW: tl.constexpr = tl.constexpr(1.428606765330187e-06)
 @triton.jit
 def exponential(x):
     """e^x, f32, a few units in the last place at any size: the hardware's 2^y alone loses |x| of them."""
-    whole = tl.floor(x * _LOG2E + 0.5)
-    whole = tl.minimum(tl.maximum(whole, -127.0), 128.0)  # 2^-127 becomes 0, 2^128 infinity
+    x = tl.clamp(x, -104.0, 89.0, propagate_nan=tl.PropagateNan.ALL)  # beyond, it is 0 and infinity
+    whole = tl.maximum(tl.floor(x * _LOG2E + 0.5), -127.0)  # 2^-127 becomes 0, 2^128 infinity
     rest = (x - whole * _LN2_HIGH) - whole * _LN2_LOW
     return tl.exp2(rest * _LOG2E) * ((whole.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
 
