@@ -63,6 +63,10 @@ SERVES: dict[str, frozenset[str]] = {  # backend -> ops it has
             "roundtrip_mxfp4",
             "roundtrip_nvfp4",
             "dequantise_fp8",
+            "linear",
+            "grouped_linear",
+            "attention_inputs",
+            "attention_output",
         }
     ),
 }

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from benthic.errors import ShapeError
+from benthic.kernels import backends, quant
 from benthic.kernels.gemm import grouped_linear, linear
 from benthic.testing.cases import ROWS
 from benthic.testing.tolerances import assert_close
@@ -76,6 +77,87 @@ def test_grouped(device: torch.device, rows: int, dtype: torch.dtype) -> None:
     assert y.dtype == dtype
     want, size = exact(x.transpose(0, 1), weight)
     assert_close("linear", y, want.transpose(0, 1), size.transpose(0, 1))
+
+
+PACKED = ("blocks", "rows")
+
+
+def packed(kind: str, n: int, k: int, device: torch.device, *leading: int) -> quant.Matrix:
+    """A weight with scales that differ from block to block."""
+    spread = torch.exp2(torch.randint(-6, 3, (*leading, -(-n // 32), -(-k // 32)), device=device).float())
+    spread = spread.repeat_interleave(32, -2)[..., :n, :].repeat_interleave(32, -1)[..., :k]
+    blocks = quant.Fp8Matrix(*quant.quantise_weight_fp8(torch.randn(*leading, n, k, device=device) * spread))
+    return blocks if kind == "blocks" else quant.by_row(blocks)
+
+
+def entering(x: Tensor, kind: str) -> Tensor:
+    """The values of x that a product with a packed weight takes."""
+    return quant.roundtrip_carry(x) if kind == "rows" else x
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.float32])
+@pytest.mark.parametrize(("inputs", "outputs"), [(32, 1), (96, 65), (256, 96), (1000, 8)])
+@pytest.mark.parametrize("rows", [r.rows for r in ROWS])
+@pytest.mark.parametrize("kind", PACKED)
+def test_packed(
+    device: torch.device, kind: str, rows: int, inputs: int, outputs: int, out_dtype: torch.dtype | None
+) -> None:
+    x = torch.randn(rows, inputs, device=device).bfloat16()
+    weight = packed(kind, outputs, inputs, device)
+    y = linear(x, weight, out_dtype)
+    assert y.dtype == (out_dtype or x.dtype)
+    want, size = exact(entering(x, kind), quant.values(weight, torch.float32))
+    assert_close("linear", y, want, size)
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_packed_codes(device: torch.device, kind: str) -> None:
+    """Every E4M3 number, under scales from far below to 2^7, comes through a product with the identity unchanged."""
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
+    codes = torch.where(codes & 127 == 127, 0, codes).view(quant.E4M3).expand(256, 256).t().contiguous()
+    scales = torch.arange(64, dtype=torch.uint8, device=device).view(8, 8) + 71
+    weight: quant.Matrix = quant.Fp8Matrix(codes, scales)
+    if kind == "rows":
+        weight = quant.RowMatrix(codes, quant.e8m0_value(scales).flatten().repeat_interleave(4))
+    eye = torch.eye(256, device=device).bfloat16()
+    y = linear(eye, weight, torch.float32)
+    assert torch.equal(y, quant.values(weight, torch.float32).t())
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # NumPy's, under the interpreter
+def test_scale_that_is_no_number(device: torch.device) -> None:
+    weight = packed("blocks", 64, 64, device)
+    assert isinstance(weight, quant.Fp8Matrix)
+    weight.scales[1, 1] = 255
+    y = linear(torch.ones(2, 64, device=device).bfloat16(), weight)
+    assert torch.isfinite(y[:, :32]).all()
+    assert not torch.isfinite(y[:, 32:]).any()
+
+
+@pytest.mark.parametrize("outputs", [64, 96])
+@pytest.mark.parametrize("rows", [r.rows for r in ROWS])
+@pytest.mark.parametrize("kind", PACKED)
+def test_grouped_packed(device: torch.device, kind: str, rows: int, outputs: int) -> None:
+    x = torch.randn(rows, 3, 144, device=device).bfloat16()[..., 16:]
+    weight = packed(kind, outputs, 128, device, 3)
+    want, size = exact(entering(x, kind).transpose(0, 1), quant.values(weight, torch.float32))
+    assert_close("linear", grouped_linear(x, weight), want.transpose(0, 1), size.transpose(0, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["blocks", "rows", "values", "wide"])
+def test_row_has_the_same_bits_in_any_batch(kind: str) -> None:
+    """K is long enough for several slices, and 130 rows for programs that go through all of them."""
+    device = torch.device("cuda")
+    weight = packed(kind, 96, 768, device) if kind in PACKED else torch.randn(96, 768, device=device)
+    x = torch.randn(300, 768, device=device)
+    if kind != "wide":
+        x = x.bfloat16()
+        weight = weight.bfloat16() if isinstance(weight, Tensor) else weight
+    with backends.invariant():
+        alone = torch.cat([linear(row[None], weight) for row in x])
+        for rows in (1, 2, 16, 17, 33, 64, 65, 130, 300):
+            assert torch.equal(linear(x[:rows], weight), alone[:rows]), rows
 
 
 def test_gradient(device: torch.device) -> None:

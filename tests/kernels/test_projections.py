@@ -1,0 +1,167 @@
+"""Attention's products taken together against the same steps one by one.
+
+The steps are those of the model, on the plain references. Only the order of a product's sum may differ, which moves a
+value to the next number of a grid now and then: few may, and by one step.
+"""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from benthic.kernels import backends, fused, gemm, norm, quant, rope
+
+EPS = 1e-20
+
+
+class Sizes(NamedTuple):
+    hidden: int
+    rank: int
+    heads: int
+    width: int
+    turned: int
+    groups: int
+    group_rank: int
+
+
+SMALL = Sizes(128, 128, 4, 64, 32, 2, 64)
+RELEASE = Sizes(5120, 1280, 64, 512, 64, 8, 1024)
+PROFILES = [  # kind of the weights, one scale a row
+    ("values", False),
+    ("blocks", False),
+    ("rows", True),
+]
+
+
+def matrix(kind: str, n: int, k: int, device: torch.device) -> quant.Matrix:
+    blocks = quant.Fp8Matrix(*quant.quantise_weight_fp8(torch.randn(n, k, device=device) * k**-0.5))
+    return {"blocks": blocks, "rows": quant.by_row(blocks), "values": quant.values(blocks)}[kind]
+
+
+def on_grid(x: Tensor, one_scale: bool) -> Tensor:
+    x = quant.roundtrip_fp8(x)
+    return quant.roundtrip_carry(x) if one_scale else x
+
+
+def inputs_one_by_one(
+    h: Tensor,
+    positions: Tensor,
+    freqs: Tensor,
+    wqkv_a: quant.Matrix,
+    q_norm: Tensor,
+    wq_b: quant.Matrix,
+    kv_norm: Tensor,
+    eps: float,
+    one_scale: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    both = gemm.linear(on_grid(h, one_scale), wqkv_a)
+    qa, kw = both.split([q_norm.shape[0], kv_norm.shape[0]], dim=1)
+    qa = quant.roundtrip_fp8(norm.rms_norm(qa, q_norm, eps))
+    q = gemm.linear(quant.roundtrip_carry(qa) if one_scale else qa, wq_b)
+    heads = q.view(q.shape[0], q.shape[1] // kv_norm.shape[0], kv_norm.shape[0])
+    kw = quant.roundtrip_fp8(rope.rotate(norm.rms_norm(kw, kv_norm, eps), positions, freqs))
+    return rope.rotate(heads, positions, freqs).flatten(1), qa, kw
+
+
+def output_one_by_one(
+    o: Tensor,
+    positions: Tensor,
+    freqs: Tensor,
+    wo_a: quant.Matrix,
+    wo_b: quant.Matrix,
+    groups: int,
+    quantise_wo_a: bool,
+    one_scale: bool,
+) -> Tensor:
+    o = rope.rotate(o, positions, freqs, inverse=True)
+    o = o.reshape(o.shape[0], groups, o.shape[1] * o.shape[2] // groups)
+    o = on_grid(o, one_scale) if quantise_wo_a else o
+    u = gemm.grouped_linear(o, quant.grouped(wo_a, groups))
+    return gemm.linear(on_grid(u.flatten(1), one_scale), wo_b)
+
+
+def assert_nearly_all(got: Tensor, want: Tensor) -> None:
+    """At most 1 value in 50 differs, and none by more than an eighth, the FP8 grid's step, of its row's largest."""
+    assert got.shape == want.shape
+    assert got.dtype == want.dtype
+    if got.numel():
+        size = want.float().abs().amax(-1, keepdim=True)
+        assert ((got.float() - want.float()).abs() <= size / 8).all()
+        assert (got != want).float().mean() <= 0.02
+
+
+@pytest.fixture
+def device() -> Iterator[torch.device]:
+    """A GPU where there is one, else the interpreter; tests/kernels/native has the CPU's version."""
+    if torch.cuda.is_available():
+        yield torch.device("cuda")
+    elif find_spec("triton") is None:
+        pytest.skip("needs triton")
+    else:
+        with backends.use("triton"):
+            yield torch.device("cpu")
+
+
+def check_inputs(sizes: Sizes, rows: int, kind: str, one_scale: bool, device: torch.device) -> None:
+    h = torch.randn(rows, sizes.hidden, device=device).bfloat16()
+    positions = torch.randint(0, 100000, (rows,), device=device)
+    freqs = rope.rope_frequencies(sizes.turned, 10000.0).to(device)
+    q_norm = 1 + 0.1 * torch.randn(sizes.rank, device=device)
+    kv_norm = 1 + 0.1 * torch.randn(sizes.width, device=device)
+    wqkv_a = matrix(kind, sizes.rank + sizes.width, sizes.hidden, device)
+    wq_b = matrix(kind, sizes.heads * sizes.width, sizes.rank, device)
+    arguments = (h, positions, freqs, wqkv_a, q_norm, wq_b, kv_norm, EPS, one_scale)
+    taken = fused.attention_inputs(*arguments)
+    assert taken is not None
+    with backends.reference():
+        wanted = inputs_one_by_one(*arguments)
+    for got, want in zip(taken, wanted, strict=True):
+        assert_nearly_all(got, want)
+
+
+def check_output(
+    sizes: Sizes, rows: int, kind: str, one_scale: bool, quantise_wo_a: bool, device: torch.device
+) -> None:
+    o = torch.randn(rows, sizes.heads, sizes.width, device=device).bfloat16()
+    positions = torch.randint(0, 100000, (rows,), device=device)
+    freqs = rope.rope_frequencies(sizes.turned, 10000.0).to(device)
+    wo_a = matrix(kind, sizes.groups * sizes.group_rank, sizes.heads * sizes.width // sizes.groups, device)
+    wo_b = matrix(kind, sizes.hidden, sizes.groups * sizes.group_rank, device)
+    arguments = (o, positions, freqs, wo_a, wo_b, sizes.groups, quantise_wo_a, one_scale)
+    taken = fused.attention_output(*arguments)
+    assert taken is not None
+    with backends.reference():
+        assert_nearly_all(taken, output_one_by_one(*arguments))
+
+
+@pytest.mark.parametrize(("kind", "one_scale"), PROFILES)
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_inputs(device: torch.device, rows: int, kind: str, one_scale: bool) -> None:
+    check_inputs(SMALL, rows, kind, one_scale, device)
+
+
+@pytest.mark.parametrize("quantise_wo_a", [False, True])
+@pytest.mark.parametrize(("kind", "one_scale"), PROFILES)
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_output(device: torch.device, rows: int, kind: str, one_scale: bool, quantise_wo_a: bool) -> None:
+    check_output(SMALL, rows, kind, one_scale, quantise_wo_a, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "one_scale"), PROFILES)
+@pytest.mark.parametrize("rows", [1, 33, 64, 65, 200, 2100])
+def test_release(device: torch.device, rows: int, kind: str, one_scale: bool) -> None:
+    """Sizes of the release at every way that a number of rows is taken."""
+    check_inputs(RELEASE, rows, kind, one_scale, device)
+    check_output(RELEASE, rows, kind, one_scale, True, device)
+
+
+def test_declines_what_it_does_not_serve(device: torch.device) -> None:
+    """Weights that are not carried under one scale a row: the steps are taken one by one."""
+    o, positions = torch.zeros(2, 4, 64, device=device).bfloat16(), torch.zeros(2, dtype=torch.int64, device=device)
+    freqs = torch.ones(16, device=device)
+    wo_a, wo_b = matrix("blocks", 128, 128, device), matrix("blocks", 128, 128, device)
+    assert fused.attention_output(o, positions, freqs, wo_a, wo_b, 2, True, True) is None
