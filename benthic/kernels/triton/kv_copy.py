@@ -296,7 +296,7 @@ def _close_groups(
     col = tl.arange(0, N)
     live = col < WIDTH
     for i in tl.static_range(RATIO):
-        back: tl.constexpr = RATIO - 1 - i
+        back = RATIO - 1 - i
         to = (row * RATIO + i) * WIDTH + col
         a = group_member(
             a_ptr, carry_ptr, row, slot, position, start, back, col, live, a_stride, CARRIED, 0, WIDTH
