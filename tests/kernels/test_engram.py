@@ -10,11 +10,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benthic.errors import ShapeError
-from benthic.kernels.engram import engram_gate, ngram_rows
+from benthic.kernels import quant
+from benthic.kernels.engram import engram_gate, ngram_rows, table_rows
 from benthic.testing.cases import ROWS
 from benthic.testing.tolerances import assert_close
 
 DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture
+def few(request: pytest.FixtureRequest) -> Callable[[int], int]:
+    """At most 3 rows where Triton is interpreted: a row takes tens of milliseconds there."""
+    interpreted = request.node.callspec.params["device"] == "interpreter"
+    return lambda rows: min(rows, 3) if interpreted else rows
 
 
 def test_golden_rows(golden: Callable[[str], dict[str, Any]], device: torch.device) -> None:
@@ -45,6 +53,50 @@ def test_rows_equal_python_integers(ids: list[list[int]], multipliers: list[int]
     assert ngram_rows(torch.tensor(ids), torch.tensor(multipliers), *tables).tolist() == want
 
 
+def make_table(rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """Every code but NaN's two, scales around one."""
+    codes = torch.randint(0, 254, (rows, width), dtype=torch.uint8)
+    codes += (codes >= 127).to(torch.uint8)
+    return codes.view(quant.E4M3), torch.randint(110, 140, (rows, width // 32), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0,), (1,), (17,), (3, 24), (2, 0, 4)])
+@pytest.mark.parametrize("width", [32, 96, 256])
+def test_table(device: torch.device, shape: tuple[int, ...], width: int, dtype: torch.dtype) -> None:
+    codes, scales = make_table(50, width)
+    rows = torch.randint(0, 50, shape)
+    got = table_rows(codes.to(device), scales.to(device), rows.to(device), dtype)
+    assert got.shape == (*shape, width)
+    want = codes[rows.flatten().tolist()].double() * torch.exp2(
+        scales[rows.flatten().tolist()].double() - 127
+    ).repeat_interleave(32, dim=-1)
+    assert torch.equal(got.cpu().double().view(-1, width), want), "exact, in bf16 too"
+
+
+def test_table_in_a_wider_one(device: torch.device) -> None:
+    codes, scales = make_table(9, 192)
+    codes, scales = codes[:, 64:128], scales[:, 2:4]
+    rows = torch.tensor([8, 0, 8])
+    want = quant.dequantise_fp8_reference(codes[rows], scales[rows])
+    assert torch.equal(table_rows(codes.to(device), scales.to(device), rows.to(device), torch.float32).cpu(), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pinned", [False, True])
+def test_table_of_a_gpu_beyond_32_bits_or_in_host_memory(pinned: bool) -> None:
+    rows = 1_000_000 if pinned else 9_000_000  # 2.3e9 codes
+    where = "cpu" if pinned else "cuda"
+    codes = torch.zeros(rows, 256, dtype=torch.uint8, device=where)
+    scales = torch.full((rows, 8), 127, dtype=torch.uint8, device=where)
+    at = torch.tensor([0, rows - 1, rows // 2])
+    codes[at.to(where)] = torch.tensor([[56], [64], [184]], dtype=torch.uint8, device=where)  # 1, 2, -1
+    if pinned:
+        codes, scales = codes.pin_memory(), scales.pin_memory()
+    got = table_rows(codes.view(quant.E4M3), scales, at.cuda(), torch.bfloat16)
+    assert torch.equal(got.cpu(), torch.tensor([[1.0], [2.0], [-1.0]]).expand(3, 256).bfloat16())
+
+
 def exact_gate(s: Tensor, keys: Tensor, value: Tensor, weight: Tensor, eps: float) -> Tensor:
     s, keys = s.double(), keys.double()
 
@@ -72,7 +124,8 @@ def test_golden_gate(golden: Callable[[str], dict[str, Any]], device: torch.devi
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1.0, 1e3, 1e-8])
 @pytest.mark.parametrize("rows", [r.rows for r in ROWS])
-def test_gate(device: torch.device, rows: int, size: float, dtype: torch.dtype) -> None:
+def test_gate(device: torch.device, few: Callable[[int], int], rows: int, size: float, dtype: torch.dtype) -> None:
+    rows = few(rows)
     s = (size * torch.randn(rows, 4, 96, device=device)).to(dtype)
     both = torch.randn(rows, 5 * 96, device=device).to(dtype)
     keys, value = both[:, : 4 * 96].unflatten(1, (4, 96)), both[:, 4 * 96 :]  # parts of one product: strided

@@ -1,7 +1,7 @@
 """Hyper-connections against golden vectors, float64, and the laws of the Sinkhorn iteration."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -10,11 +10,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benthic.errors import ShapeError
-from benthic.kernels.hyper import hyper_collapse, hyper_expand, hyper_mixes, sinkhorn
+from benthic.kernels import fused
+from benthic.kernels.hyper import Streams, hyper_collapse, hyper_expand, hyper_mixes, settle, sinkhorn
+from benthic.kernels.norm import rms_norm
 from benthic.testing.cases import ROWS
 from benthic.testing.tolerances import assert_close
 
 DTYPES = (torch.float32, torch.bfloat16)
+TRITON = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # on a CPU under Triton's interpreter
+
+
+@pytest.fixture
+def few(request: pytest.FixtureRequest) -> Callable[[int], int]:
+    """At most 3 rows where Triton is interpreted: a row takes tens of milliseconds there."""
+    interpreted = request.node.callspec.params["device"] == "interpreter"
+    return lambda rows: min(rows, 3) if interpreted else rows
 
 
 def exact_mixes(
@@ -53,7 +63,16 @@ def test_golden(golden: Callable[[str], dict[str, Any]], device: torch.device, d
 @pytest.mark.parametrize("size", [1.0, 1e3, 1e-8])
 @pytest.mark.parametrize(("streams", "width"), [(4, 64), (4, 256), (2, 33), (1, 16)])
 @pytest.mark.parametrize("rows", [r.rows for r in ROWS])
-def test_mixes(device: torch.device, rows: int, streams: int, width: int, size: float, dtype: torch.dtype) -> None:
+def test_mixes(
+    device: torch.device,
+    few: Callable[[int], int],
+    rows: int,
+    streams: int,
+    width: int,
+    size: float,
+    dtype: torch.dtype,
+) -> None:
+    rows = few(rows)
     s = (size * torch.randn(rows, streams, width, device=device)).to(dtype)
     mixes = (2 + streams) * streams
     fn = torch.randn(mixes, streams * width, device=device) / (streams * width) ** 0.5
@@ -68,8 +87,15 @@ def test_mixes(device: torch.device, rows: int, streams: int, width: int, size: 
 @pytest.mark.parametrize(("streams", "width"), [(4, 256), (2, 33), (1, 16)])
 @pytest.mark.parametrize("rows", [r.rows for r in ROWS])
 def test_read_and_write(
-    device: torch.device, rows: int, streams: int, width: int, size: float, dtype: torch.dtype
+    device: torch.device,
+    few: Callable[[int], int],
+    rows: int,
+    streams: int,
+    width: int,
+    size: float,
+    dtype: torch.dtype,
 ) -> None:
+    rows = few(rows)
     s = (size * torch.randn(rows, streams, 2 * width, device=device)).to(dtype)[..., width:]
     out = (size * torch.randn(rows, 3, width, device=device)).to(dtype)[:, 1]
     pre, post = torch.rand(2, rows, streams, device=device).unbind(0)
@@ -93,6 +119,69 @@ def test_exchange_sums_over_the_input_stream(device: torch.device) -> None:
     assert hyper_expand(zero, s, zero, comb).tolist() == [[[0.0, 0.0], [1.0, 2.0]]]
 
 
+class Entry(NamedTuple):
+    """A sublayer's entry: what is pending, and the arguments after it."""
+
+    streams: Streams
+    parameters: tuple[Tensor, Tensor, Tensor, Tensor, float, float, int]
+
+
+def make_entry(device: torch.device, rows: int, streams: int, width: int, dtype: torch.dtype) -> Entry:
+    mixes = (2 + streams) * streams
+    fn = torch.randn(mixes, streams * width, device=device) / (streams * width) ** 0.5
+    scale, base, weight = (torch.randn(n, device=device) for n in (3, mixes, width))
+    pre, post = torch.rand(2, rows, streams, device=device).unbind(0)
+    s = torch.randn(rows, streams, width, device=device).to(dtype)
+    out = torch.randn(rows, 2, width, device=device).to(dtype)[:, 1]
+    comb = torch.rand(rows, streams, streams, device=device)
+    return Entry(Streams(s, pre, out, post, comb), (fn, scale, base, weight, 1e-20, 1e-6, 20))
+
+
+def enter(entry: Entry) -> tuple[Tensor, Streams]:
+    """At once where a backend does that, else step by step."""
+    at_once = fused.hyper_read(entry.streams, *entry.parameters)
+    if at_once is not None:
+        return at_once
+    fn, scale, base, weight, norm_eps, hc_eps, iters = entry.parameters
+    s = settle(entry.streams)
+    pre, post, comb = hyper_mixes(s, fn, scale, base, norm_eps, hc_eps, iters)
+    return rms_norm(hyper_collapse(s, entry.streams.pre), weight, norm_eps), Streams(s, pre, None, post, comb)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pending", [True, False])
+@pytest.mark.parametrize(("streams", "width"), [(4, 64), (2, 33)])
+@pytest.mark.parametrize("rows", [r.rows for r in ROWS])
+def test_entry_of_a_sublayer(
+    device: torch.device,
+    few: Callable[[int], int],
+    rows: int,
+    streams: int,
+    width: int,
+    pending: bool,
+    dtype: torch.dtype,
+) -> None:
+    entry = make_entry(device, few(rows), streams, width, dtype)
+    before = entry.streams if pending else entry.streams._replace(out=None, post=None, comb=None)
+    h, after = enter(entry._replace(streams=before))
+    assert after.out is None
+    assert h.dtype == after.s.dtype == dtype
+    fn, scale, base, weight = entry.parameters[:4]
+    s = before.s.double()
+    if pending:
+        out, post, comb = (x.double() for x in before[2:] if x is not None)
+        s = post[..., None] * out[:, None] + torch.einsum("tjk,tjd->tkd", comb, s)
+        assert_close("hyper_expand", after.s, s, 20.0)
+    wants = exact_mixes(after.s, fn, scale, base, 1e-20, 1e-6, 20)  # from the streams as they were rounded
+    for got, want in zip((after.pre, after.post, after.comb), wants, strict=True):
+        assert got is not None
+        assert_close("hyper_mixes", got, want)
+    read = torch.einsum("ts,tsd->td", before.pre.double(), after.s.double()).to(dtype).double()
+    want = read / (read.square().mean(1, keepdim=True) + 1e-20).sqrt() * weight.double()
+    unit = 2.0**-8 if dtype is torch.bfloat16 else 1e-6  # twice: what is read may round the other way before the norm
+    assert ((h.double() - want).abs() <= 2.01 * unit * want.abs() + 1e-5).all()
+
+
 @given(st.integers(1, 5), st.integers(2, 20), st.floats(0.1, 2.0), st.integers(0, 2**31))
 def test_sinkhorn_ends_on_columns(streams: int, iters: int, spread: float, seed: int) -> None:
     a = spread * torch.randn(3, streams, streams, generator=torch.Generator().manual_seed(seed))
@@ -107,6 +196,46 @@ def test_sinkhorn_is_nearly_doubly_stochastic(streams: int, seed: int) -> None:
     a = 0.5 * torch.randn(3, streams, streams, generator=torch.Generator().manual_seed(seed))
     c = sinkhorn(a, 1e-6, 20)
     torch.testing.assert_close(c.sum(2), torch.ones(3, streams), atol=1e-4, rtol=0)
+
+
+def equal(a: tuple[Tensor, Streams], b: tuple[Tensor, Streams]) -> bool:
+    pairs = zip((a[0], *a[1]), (b[0], *b[1]), strict=True)
+    return all(torch.equal(x, y) for x, y in pairs if x is not None and y is not None)
+
+
+def test_triton_rows_do_not_depend_on_their_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor on what was in memory before: a second tile of rows, and every buffer begins as NaN."""
+    kernels = pytest.importorskip("benthic.kernels.triton.hyper")
+    empty = torch.empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
+        x = empty(*args, **kwargs)
+        x.view(torch.uint8).fill_(255)
+        return x
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    rows, width = (300, 5120) if TRITON.type == "cuda" else (18, 80)
+    entry = make_entry(TRITON, rows, 2 if TRITON.type == "cpu" else 4, width, torch.bfloat16)
+    h, after = kernels.hyper_read(entry.streams, *entry.parameters)
+    assert not any(x.isnan().any() for x in (h, *after) if x is not None)
+    for start, end in ((0, 1), (rows - 1, rows), (3, 17)):
+        part = Streams(*(None if x is None else x[start:end] for x in entry.streams))
+        alone = kernels.hyper_read(part, *entry.parameters)
+        assert equal(alone, (h[start:end], Streams(*(None if x is None else x[start:end] for x in after))))
+
+
+@pytest.mark.gpu
+def test_triton_addresses_beyond_32_bits() -> None:
+    from benthic.kernels.triton import hyper as kernels
+
+    entry = make_entry(TRITON, 110_000, 4, 5120, torch.bfloat16)  # 2.25e9 elements
+    h, after = kernels.hyper_read(entry.streams, *entry.parameters)
+    tail = Streams(*(None if x is None else x[-3:] for x in entry.streams))
+    small = kernels.hyper_read(tail, *entry.parameters)
+    assert equal(small, (h[-3:], Streams(*(None if x is None else x[-3:] for x in after))))
+    read = kernels.hyper_collapse(entry.streams.s, entry.streams.pre)
+    assert torch.equal(read[-3:], kernels.hyper_collapse(tail.s, tail.pre))
+    assert torch.equal(settle(entry.streams)[-3:], after.s[-3:])
 
 
 def test_gradient(device: torch.device) -> None:
