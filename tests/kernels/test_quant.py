@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +26,14 @@ every_path = pytest.mark.usefixtures("path")
 CODES = {"fp8": np.array([float(v) for v in make_quant.E4M3]), "fp4": np.array([float(v) for v in make_quant.E2M1])}
 
 
-@pytest.fixture(params=["reference", "backend"])
+INTERPRETED = find_spec("triton") is not None and not torch.cuda.is_available()
+
+
+@pytest.fixture(params=["reference", "backend", *(["interpreter"] if INTERPRETED else [])])
 def path(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Plain torch, and whatever the table of backends gives on this machine."""
-    with backends.reference() if request.param == "reference" else nullcontext():
+    """Plain torch; whatever the table of backends gives on this machine; Triton on CPU tensors."""
+    places = {"reference": backends.reference, "backend": nullcontext, "interpreter": lambda: backends.use("triton")}
+    with places[request.param](), np.errstate(over="ignore"):  # the largest numbers round to infinity, here as there
         yield
 
 
@@ -321,6 +326,24 @@ def test_weight_scales_of_the_wrong_shape_are_refused() -> None:
         quant.dequantise_weight_fp8(codes, scales.T)
     with pytest.raises(ShapeError, match="weight"):
         quant.quantise_weight_fp8(torch.zeros(32))
+
+
+@every_kind
+def test_triton_codes_are_the_same_bits(kind: str) -> None:
+    kernels = pytest.importorskip("benthic.kernels.triton.quant")
+    quantise, _, _, group = KINDS[kind]
+    of_triton = getattr(kernels, quantise.__name__)
+    place = "cpu" if INTERPRETED else "cuda"
+    x = all_bf16()
+    x = x[: len(x) // 32 * 32].reshape(-1, 4 * group if kind == "nvfp4" else 32)
+    wide = torch.randn(40, 6 * group) * torch.exp(3 * torch.randn(40, 1))
+    for value in (x, x.float() * 1.0001, wide, wide.half(), wide[:, : 2 * group], wide.T.contiguous().T, wide[:0]):
+        for got, want in zip(of_triton(value.to(place)), quantise(value), strict=True):
+            assert got.dtype == want.dtype
+            assert torch.equal(got.cpu().view(torch.uint8), want.view(torch.uint8))
+    wide[3, 5] = torch.nan
+    _, scales = of_triton(wide.to(place))
+    assert torch.equal(scales.cpu().view(torch.uint8), quantise(wide)[1].view(torch.uint8)), "a NaN is not hidden"
 
 
 @pytest.mark.gpu
