@@ -113,21 +113,24 @@ def test_scale_of_every_bf16_maximum(kind: str) -> None:
     np.testing.assert_array_equal(scales.view(torch.uint8).numpy()[:, 0], want)
 
 
-@every_kind
-def test_scale_of_float32_maxima_around_every_boundary(kind: str) -> None:
+def edges(kind: str) -> Tensor:
     """A few float32 steps around each maximum where the scale changes: ceiling and ties look at the last bit."""
-    quantise, _, _, group = KINDS[kind]
     limit = 448 if kind == "fp8" else 6
     if kind == "nvfp4":
-        edges = limit * (CODES["fp8"][1:] + CODES["fp8"][:-1]) / 2
+        middles = limit * (CODES["fp8"][1:] + CODES["fp8"][:-1]) / 2
     else:
-        edges = limit * np.ldexp(1.0, np.arange(-20, 60))
-    bits = edges.astype(np.float32).view(np.int32)[:, None] + np.arange(-4, 5, dtype=np.int32)
-    top = bits.reshape(-1).view(np.float32)
-    x = torch.zeros(len(top), group)
-    x[:, -1] = torch.from_numpy(top)
-    _, scales = quantise(x)
-    np.testing.assert_array_equal(scales.view(torch.uint8).numpy()[:, 0], slow_scale(kind, top))
+        middles = limit * np.ldexp(1.0, np.arange(-20, 60))
+    bits = middles.astype(np.float32).view(np.int32)[:, None] + np.arange(-4, 5, dtype=np.int32)
+    x = torch.zeros(bits.size, KINDS[kind][3])
+    x[:, -1] = torch.from_numpy(bits.reshape(-1).view(np.float32))
+    return x
+
+
+@every_kind
+def test_scale_of_float32_maxima_around_every_boundary(kind: str) -> None:
+    x = edges(kind)
+    _, scales = KINDS[kind][0](x)
+    np.testing.assert_array_equal(scales.view(torch.uint8).numpy()[:, 0], slow_scale(kind, x[:, -1].numpy()))
 
 
 @every_kind
@@ -337,7 +340,8 @@ def test_triton_codes_are_the_same_bits(kind: str) -> None:
     x = all_bf16()
     x = x[: len(x) // 32 * 32].reshape(-1, 4 * group if kind == "nvfp4" else 32)
     wide = torch.randn(40, 6 * group) * torch.exp(3 * torch.randn(40, 1))
-    for value in (x, x.float() * 1.0001, wide, wide.half(), wide[:, : 2 * group], wide.T.contiguous().T, wide[:0]):
+    strided = (wide[:, : 2 * group], wide.T.contiguous().T, wide[:0])
+    for value in (edges(kind), x, x.float() * 1.0001, wide, wide.half(), *strided):
         for got, want in zip(of_triton(value.to(place)), quantise(value), strict=True):
             assert got.dtype == want.dtype
             assert torch.equal(got.cpu().view(torch.uint8), want.view(torch.uint8))
