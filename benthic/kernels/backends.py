@@ -54,6 +54,7 @@ FILES: dict[str, str] = {  # op -> the file it is in, the same in every backend
 SERVES: dict[str, frozenset[str]] = {  # backend -> ops it has
     "native": frozenset(FILES)
     - {"table_rows", "pool_groups", "close_groups", "attend", "select_records", "sample_rows"},
+    "humming": frozenset({"experts"}),  # a peer to measure against: picked by `use` alone
     "triton": frozenset(
         {
             "rms_norm",
