@@ -144,6 +144,39 @@ def test_grouped_packed(device: torch.device, kind: str, rows: int, outputs: int
     assert_close("linear", grouped_linear(x, weight), want.transpose(0, 1), size.transpose(0, 1))
 
 
+@pytest.mark.parametrize("kind", ["blocks", "rows", "values", "wide"])
+def test_poisoned_memory(device: torch.device, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory is full of NaN: whatever is not written shows, and so does whatever is read before."""
+    weight = packed(kind, 96, 768, device) if kind in PACKED else torch.randn(96, 768, device=device)
+    x = torch.randn(5, 768, device=device)
+    if kind != "wide":
+        x = x.bfloat16()
+        weight = weight.bfloat16() if isinstance(weight, Tensor) else weight
+    want, size = exact(entering(x, kind), quant.values(weight, torch.float32))
+    empty = torch.empty
+
+    def poisoned(*args: Any, **options: Any) -> Tensor:
+        memory = empty(*args, **options)
+        memory.view(torch.uint8).fill_(0xFF)
+        return memory
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    y = linear(x, weight)
+    monkeypatch.undo()
+    assert_close("linear", y, want, size)
+
+
+@pytest.mark.gpu
+def test_beyond_2_to_31_elements() -> None:
+    device = torch.device("cuda")
+    memory = torch.empty(70000, 32768, dtype=torch.bfloat16, device=device)
+    x = memory[:, :128].normal_()
+    weight = packed("blocks", 32768, 128, device)
+    with backends.invariant():
+        y = linear(x, weight)
+        assert torch.equal(y[-3:], linear(x[-3:], weight))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["blocks", "rows", "values", "wide"])
 def test_row_has_the_same_bits_in_any_batch(kind: str) -> None:

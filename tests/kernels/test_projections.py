@@ -6,7 +6,7 @@ value to the next number of a grid now and then: few may, and by one step.
 
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -94,8 +94,19 @@ def assert_nearly_all(got: Tensor, want: Tensor) -> None:
 
 
 @pytest.fixture
-def device() -> Iterator[torch.device]:
-    """A GPU where there is one, else the interpreter; tests/kernels/native has the CPU's version."""
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """A GPU where there is one, else the interpreter; tests/kernels/native has the CPU's version.
+
+    New memory is full of NaN: whatever is not written shows, and so does whatever is read before.
+    """
+    empty = torch.empty
+
+    def poisoned(*args: Any, **options: Any) -> Tensor:
+        memory = empty(*args, **options)
+        memory.view(torch.uint8).fill_(0xFF)
+        return memory
+
+    monkeypatch.setattr(torch, "empty", poisoned)
     if torch.cuda.is_available():
         yield torch.device("cuda")
     elif find_spec("triton") is None:

@@ -291,7 +291,7 @@ def _sum_parts(parts_ptr, y_ptr, size, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     live = at < size
     total = tl.load(parts_ptr + at, mask=live, other=0.0)
     for part in tl.static_range(1, PARTS):
-        total += tl.load(parts_ptr + part * size.to(tl.int64) + at, mask=live, other=0.0)
+        total += tl.load(parts_ptr + part * tl.cast(size, tl.int64) + at, mask=live, other=0.0)
     tl.store(y_ptr + at, narrow(total, y_ptr.dtype.element_ty), mask=live)
 
 
@@ -378,7 +378,7 @@ def carried(x, byte):
 
 SPAN = 16  # tiles of x that programs which run together share
 MULTIPROCESSORS = 132
-LIBRARY_ROWS = {"blocks": 2048, "values": 256, "rows": 192}  # from here on the vendor's library
+LIBRARY_ROWS = {"blocks": 2048, "values": 256, "rows": 192, "wide": 1 << 62}  # from here on the vendor's library
 SCRATCH = 1 << 26  # weights written out at a time, at most
 
 
@@ -397,10 +397,11 @@ def _tile(
         "num_stages": num_stages,
         "programs": programs,
         "bulk": bulk,
+        "library": False,  # let the vendor's library do it; not where bits must not depend on the rows
     }
 
 
-# kind -> name -> what tuning tries
+# the last part of the op that `tuning.config` is asked about -> name -> what tuning tries
 CANDIDATES: dict[str, dict[str, tuning.Config]] = {
     "blocks": {
         "128x128": _tile(128, 128, 128, 8, 3, 1),
@@ -412,22 +413,24 @@ CANDIDATES: dict[str, dict[str, tuning.Config]] = {
     "rows": {"128x128": _tile(128, 128, 128, 8, 4, 1), "128x256": _tile(128, 256, 128, 8, 3, 1)},
     "wide": {"32x64": _tile(32, 64, 64, 4, 2, 1, bulk=False)},
 }
+for _kind in ("blocks", "values", "rows"):
+    CANDIDATES[_kind]["library"] = CANDIDATES[_kind]["128x128"] | {"library": True}
 for _m in (16, 32, 64):
     CANDIDATES["blocks"] |= {
         f"{_m}x64": _tile(_m, 64, 256, 4, 4, 3),
-        f"{_m}x128": _tile(_m, 128, 128, 4, 4, 2),
-        f"{_m}x128_three": _tile(_m, 128, 128, 4, 4, 3),
-        f"{_m}x128_pointers": _tile(_m, 128, 128, 4, 4, 2, bulk=False),
+        f"{_m}x128": _tile(_m, 128, 128, 4, 4 if _m < 64 else 3, 2),
+        f"{_m}x128_three": _tile(_m, 128, 128, 4, 4 if _m < 32 else 3, 3),
+        f"{_m}x128_pointers": _tile(_m, 128, 128, 4, 4 if _m < 64 else 3, 2, bulk=False),
         f"{_m}x256": _tile(_m, 256, 128, 8, 4, 1),
     }
     CANDIDATES["values"] |= {
-        f"{_m}x64": _tile(_m, 64, 128, 4, 5, 2),
-        f"{_m}x128": _tile(_m, 128, 64, 4, 5, 2),
+        f"{_m}x64": _tile(_m, 64, 128, 4, 4, 2),
+        f"{_m}x128": _tile(_m, 128, 64, 4, 4, 2),
         f"{_m}x256": _tile(_m, 256, 64, 8, 4, 1),
     }
     CANDIDATES["rows"] |= {
         f"{_m}x64": _tile(_m, 64, 256, 4, 4, 3),
-        f"{_m}x128": _tile(_m, 128, 128, 4, 5, 2),
+        f"{_m}x128": _tile(_m, 128, 128, 4, 4, 2),
         f"{_m}x256": _tile(_m, 256, 128, 8, 4, 1),
     }
 
@@ -441,7 +444,7 @@ def default(kind: str, rows: int, n: int, k: int) -> tuning.Config:
     columns = 64 if n <= 512 and tile < 128 else 128
     if kind == "blocks" and tile >= 64 and n >= 1024:
         columns = 256
-    return CANDIDATES[kind][f"{tile}x{columns}"]
+    return CANDIDATES[kind][f"{tile}x{columns}"] | {"library": rows >= LIBRARY_ROWS[kind]}
 
 
 def launch() -> dict[str, bool]:
@@ -542,10 +545,10 @@ def products(
     kind = _kind(x, weight)
     if kind in ("values", "wide") and not isinstance(weight, Tensor):
         weight = quant.values(weight, values.dtype)
-    if _uses_library(kind, values, n // groups, k, out_dtype):
+    plan = _plan(kind, rows, n, k)
+    if plan.config["library"] and _library_does(kind, values, n // groups, k, out_dtype):
         y = _library(x, weight, out_dtype, groups)
         return (y if turn is None else _turned(y, turn))[None]
-    plan = _plan(kind, rows, n, k)
     if turn is not None:
         plan = plan._replace(whole=plan.slices > 1)
         if rows > 64:  # the angles need registers that a tile of that many rows has none left of
@@ -569,7 +572,7 @@ def _launch(
     if groups > 1:  # a tile stays inside one group
         tile_n = min(tile_n, n // groups & -(n // groups))
     codes, scales = (weight, weight) if isinstance(weight, Tensor) else (weight[0], weight[1])
-    codes = codes.contiguous()
+    codes, scales = codes.contiguous(), scales.contiguous()
     parts = 1 if plan.whole else plan.slices
     y = torch.empty((parts, rows, n), dtype=out_dtype if parts == 1 else torch.float32, device=values.device)
     even = k % tile_k == 0
@@ -633,9 +636,8 @@ def add_up(parts: Tensor, out_dtype: torch.dtype) -> Tensor:
     return y
 
 
-def _uses_library(kind: str, x: Tensor, n: int, k: int, out_dtype: torch.dtype) -> bool:
-    """Never where bits must not depend on the rows."""
-    if kind == "wide" or x.shape[0] < LIBRARY_ROWS[kind] or backends.is_invariant() or not x.is_cuda:
+def _library_does(kind: str, x: Tensor, n: int, k: int, out_dtype: torch.dtype) -> bool:
+    if backends.is_invariant() or not x.is_cuda:
         return False
     return kind != "rows" or (n % 16 == k % 16 == 0 and out_dtype == torch.bfloat16)
 

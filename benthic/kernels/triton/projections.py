@@ -94,7 +94,7 @@ def _added(parts_ptr, at, part_stride, live, PARTS: tl.constexpr):
     """The sum, in order, of what PARTS parts hold at offsets `at`, as a bf16 product would be: f32 [1, N]."""
     total = widen(tl.load(parts_ptr + at, mask=live, other=0.0))
     for part in tl.static_range(1, PARTS):
-        total += widen(tl.load(parts_ptr + part * part_stride + at, mask=live, other=0.0))
+        total += widen(tl.load(parts_ptr + part * tl.cast(part_stride, tl.int64) + at, mask=live, other=0.0))
     return widen(narrow(total, tl.bfloat16))
 
 
@@ -250,7 +250,7 @@ def _sum_onto_grid(
     pieces = ()
     top = tl.full((1,), 0, tl.int32)
     for group in tl.static_range(GROUPS):
-        at = (first + group) * group_stride + row * row_stride + col
+        at = (first + group) * tl.cast(group_stride, tl.int64) + row * row_stride + col
         x = _on_grid(_added(parts_ptr, at, part_stride, live, PARTS))
         if CARRY:
             pieces = pieces + (x,)  # noqa: RUF005
