@@ -531,7 +531,7 @@ class Cases:
         return torch.where(chosen < blocks, chosen, -1).int()
 
     def compressor(self, requests: int, per: int) -> Case:
-        """From the attention input to both records of the groups that close, at ratio 2."""
+        """From the attention input to both records of the groups that close, at ratio 2: three products and two ops."""
         c, rows, ratio = self.c, requests * per, 2
         width, key, hidden = c.head_dim, c.index_head_dim, c.hidden_size
 
@@ -543,15 +543,13 @@ class Cases:
             main, index = self.paged(storage, layer, "main"), self.paged(storage, layer, "index")
             each = torch.arange(rows, device=self.device) + main.entries
             ids = torch.where((at.positions + 1) % ratio == 0, each, -1)
-            first, freqs = (at.positions + 1 - ratio).clamp(min=0), self.freqs(ratio)
+            where, freqs, eps = (at, ratio), self.freqs(ratio), c.rms_norm_eps
 
             def run() -> None:
                 a, b = gemm.linear(h, wkv, torch.float32), gemm.linear(h, wgate, torch.float32)
-                a, b = kv_copy.close_groups(a, b, storage.carry[layer], at, ratio)
-                latent = norm.rms_norm(compress.pool_groups(a, b).to(h.dtype), ones, c.rms_norm_eps)
-                kv_copy.write_records(main, ids, rope.rotate(latent, first, freqs))
-                keys = norm.rms_norm(gemm.linear(latent, wk), key_ones, c.rms_norm_eps)
-                kv_copy.write_records(index, ids, rope.rotate(keys, first, freqs))
+                rest = (ones, eps, freqs, main, ids, h.dtype)
+                latent = compress.compress_store(a, b, storage.carry[layer], *where, *rest)
+                compress.key_store(gemm.linear(latent, wk), *where, key_ones, eps, freqs, index, ids)
 
             return run
 
@@ -559,7 +557,7 @@ class Cases:
         stored = (9 * width / 16 + 17 * key / 32) / ratio
         return Case(
             "compressor, key, pack",
-            "compressor",
+            "compress_store",
             f"T={rows}, ratio {ratio}",
             self.phase(rows),
             nbytes=2.0 * weights + rows * (2 * hidden + 16 * width + stored),

@@ -1,19 +1,21 @@
 """Makes the table of configurations of this device: runs each kernel case with every candidate and keeps the fastest.
 
-A Triton module that has a choice lists it in `CANDIDATES`: op -> {name -> config}, where op is the name under which its
-wrapper asks `tuning.config`, or the last part of it ("blocks" for "linear_blocks"). A case is run once to hear what it
-asks; then each candidate takes its turn. One counts only if it gives what the default gives, up to the order of sums,
-and replaces it only if it is faster by more than the noise. One bucket of the table is one number of rows of the list.
+A Triton module that has a choice lists it in `CANDIDATES`: group -> {name -> config}. A group serves the questions to
+`tuning.config` whose op has its name, or ends in it ("blocks" serves "linear_blocks"); an op that none is named after
+takes the groups that have the same knobs. A case is run once to hear what it asks; then the candidates of each op take
+turns, first for all its keys alike, since kernels that work on one layout must agree, then key by key. One counts only
+if it gives what the default gives, up to the order of sums, and replaces it only if it is faster beyond the noise.
+One bucket of the table is one number of rows of the case list.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,30 +67,35 @@ def _wanted(cases: Iterable[Case], op: str | None) -> Iterator[Case]:
     )
 
 
-def choices() -> dict[str, dict[str, Config]]:
-    """Every choice of the modules of the Triton backend: op, or the last part of one -> {name -> config}."""
-    found: dict[str, dict[str, Config]] = {}
+class Choice(NamedTuple):
+    group: str
+    name: str
+    config: Config
+
+
+def choices() -> list[Choice]:
+    """Every candidate of the modules of the Triton backend."""
+    found: list[Choice] = []
     for module in iter_modules(benthic.kernels.triton.__path__):
         try:
             loaded = import_module(f"benthic.kernels.triton.{module.name}")
         except ImportError:  # no triton here
             continue
-        found |= getattr(loaded, "CANDIDATES", {})
+        for group, configs in getattr(loaded, "CANDIDATES", {}).items():
+            found += [Choice(str(group), name, config) for name, config in configs.items()]
     return found
 
 
-def fitting(candidates: dict[str, dict[str, Config]], op: str, default: Config) -> dict[str, Config]:
-    """The candidates of a question: those listed under its op that have no knob which the wrapper does not know."""
-    listed = [configs for name, configs in candidates.items() if op == name or op.endswith(f"_{name}")]
-    return {name: config for configs in listed for name, config in configs.items() if set(config) <= set(default)}
+def fitting(listed: Sequence[Choice], op: str, default: Config) -> list[Choice]:
+    """The candidates of a question; none has a knob which the wrapper does not know."""
+    named = [choice for choice in listed if op == choice.group or op.endswith(f"_{choice.group}")]
+    if named:
+        return [choice for choice in named if set(choice.config) <= set(default)]
+    return [choice for choice in listed if set(choice.config) == set(default)]
 
 
 def tune(
-    cases: Iterable[Case],
-    timer: Timer,
-    candidates: dict[str, dict[str, Config]],
-    deadline: float,
-    say: Callable[[str], None],
+    cases: Iterable[Case], timer: Timer, listed: Sequence[Choice], deadline: float, say: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
     """One decision a question that a case puts: op, key, rows, the times of all candidates in us, and the choice."""
     answered: set[tuple[str, str, int]] = set()
@@ -102,57 +109,69 @@ def tune(
         except Exception as error:
             say(f"{case.name}: {type(error).__name__}: {error}"[:200])
             continue
+        open_questions: dict[str, dict[str, Asked]] = {}
         for (op, key), question in trial.asked.items():
-            some = fitting(candidates, op, question.default)
-            if not some or (op, key, question.rows) in answered:
-                continue
-            answered.add((op, key, question.rows))
-            decision = decide(op, key, question, work, expected, timer, some, deadline)
-            decision["case"] = case.name
-            say(_line(decision))
-            yield decision
+            if (op, key, question.rows) not in answered and fitting(listed, op, question.default):
+                answered.add((op, key, question.rows))
+                open_questions.setdefault(op, {})[key] = question
+        for op, questions in open_questions.items():
+            for decision in Contest(op, questions, work, expected, timer, deadline).decide(listed):
+                decision["case"] = case.name
+                say(_line(decision))
+                yield decision
 
 
-def decide(
-    op: str,
-    key: str,
-    question: Asked,
-    work: Run,
-    expected: list[Tensor],
-    timer: Timer,
-    candidates: dict[str, Config],
-    deadline: float,
-) -> dict[str, Any]:
-    """Time the default and every candidate, cold."""
-    times: dict[str, float | str] = {}
-    best, best_time, default_time = question.default, 0.0, 0.0
-    for name, config in ({"default": question.default} | candidates).items():
-        if name != "default" and (config == question.default or perf_counter() > deadline):
-            continue
-        try:
-            with tuning.trying({(op, key): config}):
-                wrong = mismatch(_results(work), expected)
-                if wrong is not None:
-                    times[name] = wrong
+@dataclass(slots=True)
+class Contest:
+    """The candidates of one op against each other, in one case."""
+
+    op: str
+    questions: dict[str, Asked]  # by key
+    work: Run
+    expected: list[Tensor]
+    timer: Timer
+    deadline: float
+
+    def decide(self, listed: Sequence[Choice]) -> list[dict[str, Any]]:
+        defaults = {key: question.default for key, question in self.questions.items()}
+        default = self.time(defaults)
+        if isinstance(default, str):
+            return []
+        best, best_time = dict(defaults), default
+        times: dict[str, dict[str, float | str]] = {key: {"default": 1e6 * default} for key in defaults}
+        rounds = [tuple(defaults)] + ([(key,) for key in defaults] if len(defaults) > 1 else [])
+        for keys in rounds:  # all alike, then one by one beside the best of the others
+            for choice in fitting(listed, self.op, defaults[keys[0]]):
+                answers = best | {key: defaults[key] | choice.config for key in keys}
+                if answers in (best, defaults) or perf_counter() > self.deadline:
                     continue
-                took = timer.time(work).cold
+                took = self.time(answers)
+                name = f"{choice.group}.{choice.name}" + (", all alike" if len(keys) > 1 else "")
+                for key in keys:
+                    times[key][name] = took if isinstance(took, str) else 1e6 * took
+                if not isinstance(took, str) and took < best_time and took < GAIN * default:
+                    best, best_time = answers, took
+        return [
+            {
+                "op": self.op,
+                "key": key,
+                "rows": question.rows,
+                "times_us": times[key],
+                "config": best[key],
+                "default_us": 1e6 * default,
+                "best_us": 1e6 * best_time,
+            }
+            for key, question in self.questions.items()
+        ]
+
+    def time(self, answers: dict[str, Config]) -> float | str:
+        """Seconds of the case, cold, or what is wrong with these answers."""
+        try:
+            with tuning.trying({(self.op, key): config for key, config in answers.items()}):
+                wrong = mismatch(_results(self.work), self.expected)
+                return self.timer.time(self.work).cold if wrong is None else wrong
         except Exception as error:  # too much shared memory, or a shape it does not do
-            times[name] = f"{type(error).__name__}: {error}"[:160]
-            continue
-        times[name] = 1e6 * took
-        if name == "default":
-            best_time = default_time = took
-        elif took < best_time and took < GAIN * default_time:
-            best, best_time = dict(question.default) | config, took
-    return {
-        "op": op,
-        "key": key,
-        "rows": question.rows,
-        "times_us": times,
-        "config": best,
-        "default_us": 1e6 * default_time,
-        "best_us": 1e6 * best_time,
-    }
+            return f"{type(error).__name__}: {error}"[:160]
 
 
 def _results(work: Run) -> list[Tensor]:

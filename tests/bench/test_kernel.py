@@ -90,7 +90,7 @@ def test_every_row_of_the_kernel_table_has_cases(release: list[Case]) -> None:
     assert {"wq_b 32768x1280 M=1", "wo_b 5120x8192 M=4096", "shared w13 4608x5120 M=384"} <= dense
     routed = {case.shape for case in release if case.op == "experts"}
     assert {f"R={r} on 48" for r in (48, 144, 384, 1152, 3072, 12288, 49152)} == routed
-    assert {case.op for case in release} <= set(backends.FILES) | {"compressor"}
+    assert {case.op for case in release} <= set(backends.FILES) | {"compress_store"}
 
 
 def test_targets(release: list[Case]) -> None:

@@ -12,7 +12,7 @@ import torch
 from benthic.bench import tune
 from benthic.bench.cases import Case
 from benthic.bench.timing import Run, Timed, Timer
-from benthic.bench.tune import choices, fitting, merged, mismatch
+from benthic.bench.tune import Choice, choices, fitting, merged, mismatch
 from benthic.cli.main import main
 from benthic.errors import BenchError
 from benthic.kernels.triton import tuning
@@ -109,33 +109,32 @@ class Fake(Timer):
         return Timed(took, took, True)
 
 
-CANDIDATES = {
-    "product": {
-        "same": DEFAULT,
-        "small": {"BLOCK": 16},
-        "large": {"BLOCK": 64},
-        "wrong": {"BLOCK": 128},
-        "broken": {"BLOCK": 256},
-        "foreign": {"BLOCK": 1, "STAGES": 3},
-    },
-    "duct": {"no part of the name": {"BLOCK": 2}},
-}
+LISTED = [
+    Choice("product", "same", DEFAULT),
+    Choice("product", "small", {"BLOCK": 16}),
+    Choice("product", "large", {"BLOCK": 64}),
+    Choice("product", "wrong", {"BLOCK": 128}),
+    Choice("product", "broken", {"BLOCK": 256}),
+    Choice("product", "foreign", {"BLOCK": 1, "STAGES": 3}),
+    Choice("duct", "no part of the name", {"BLOCK": 2}),
+    Choice("False", "by its knobs", {"BLOCK": 4, "warps": 1}),
+]
 
 
 def decisions(seconds: dict[int, float], deadline: float = 10.0) -> list[dict[str, Any]]:
     timer = Fake(seconds)
     case = Case("a row", "fake", "8x8", "decode", 1.0, 1.0, timer.build)
-    return list(tune.tune([case, case], timer, CANDIDATES, perf_counter() + deadline, lambda _: None))
+    return list(tune.tune([case, case], timer, LISTED, perf_counter() + deadline, lambda _: None))
 
 
 def test_the_fastest_right_one_is_kept() -> None:
     (found,) = decisions({32: 10e-6, 16: 9e-6, 64: 6e-6, 128: 1e-6})
     assert found["config"] == {"BLOCK": 64, "warps": 4}
     assert found["times_us"]["default"] == pytest.approx(10)
-    assert found["times_us"]["large"] == pytest.approx(6)
-    assert found["times_us"]["wrong"] == "relative error 0.5"
-    assert found["times_us"]["broken"] == "RuntimeError: out of resources"
-    assert set(found["times_us"]) == {"default", "small", "large", "wrong", "broken"}
+    assert found["times_us"]["product.large"] == pytest.approx(6)
+    assert found["times_us"]["product.wrong"] == "relative error 0.5"
+    assert found["times_us"]["product.broken"] == "RuntimeError: out of resources"
+    assert len(found["times_us"]) == 5
     assert (found["op"], found["key"], found["rows"]) == ("fake_product", "8x8", 7)
 
 
@@ -149,9 +148,41 @@ def test_time_is_up() -> None:
 
 
 def test_candidates_of_a_question() -> None:
-    assert set(fitting(CANDIDATES, "fake_product", DEFAULT)) == {"same", "small", "large", "wrong", "broken"}
-    assert set(fitting(CANDIDATES, "product", DEFAULT)) == {"same", "small", "large", "wrong", "broken"}
-    assert fitting(CANDIDATES, "products", DEFAULT) == {}
+    names = ["same", "small", "large", "wrong", "broken"]
+    assert [choice.name for choice in fitting(LISTED, "fake_product", DEFAULT)] == names
+    assert [choice.name for choice in fitting(LISTED, "product", DEFAULT)] == names
+    assert [choice.name for choice in fitting(LISTED, "products", DEFAULT)] == ["same", "by its knobs"]
+    assert fitting(LISTED, "products", {"other": 1}) == []
+
+
+class Pair(Timer):
+    """Two kernels that must agree on BLOCK, and may differ in warps."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.last: list[dict[str, Any]] = []
+
+    def build(self) -> Run:
+        def run() -> torch.Tensor:
+            self.last = [tuning.config("pair", key, 3, DEFAULT) for key in ("first", "second")]
+            assert self.last[0]["BLOCK"] == self.last[1]["BLOCK"], "they share a layout"
+            return torch.ones(1)
+
+        return run
+
+    def time(self, run: Run, graph: bool = True) -> Timed:
+        run()
+        took = sum(100 / one["BLOCK"] + abs(one["warps"] - warps) for one, warps in zip(self.last, (1, 8), strict=True))
+        return Timed(took, took, True)
+
+
+def test_kernels_that_must_agree_are_tuned_together() -> None:
+    listed = [Choice("pair", f"{b} {w}", {"BLOCK": b, "warps": w}) for b in (16, 64) for w in (1, 4, 8)]
+    timer = Pair()
+    case = Case("a row", "pair", "", "decode", 1.0, 1.0, timer.build)
+    first, second = tune.tune([case], timer, listed, perf_counter() + 10, lambda _: None)
+    assert (first["key"], first["config"]) == ("first", {"BLOCK": 64, "warps": 1})
+    assert (second["key"], second["config"]) == ("second", {"BLOCK": 64, "warps": 8})
 
 
 @pytest.mark.parametrize(
@@ -193,10 +224,9 @@ def test_a_table_on_disk(tmp_path: Path) -> None:
 
 
 def test_choices_are_configurations() -> None:
-    for configs in choices().values():
-        for name, config in configs.items():
-            assert isinstance(name, str)
-            assert all(isinstance(knob, str) for knob in config)
+    for choice in choices():
+        assert all(isinstance(part, str) for part in (choice.group, choice.name, *choice.config))
+        assert json.loads(json.dumps(choice.config)) == choice.config
 
 
 def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
