@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benthic.engine.graphs import waits_refused
 
-REPLAYS = 15  # of a captured graph; the median counts
+REPLAYS = 15
 GRAPH_SECONDS = 3e-3  # a graph holds so many runs that one replay takes about this long
 MOST_RUNS = 24
 L2_BYTES = 60 << 20  # H200
@@ -59,8 +59,10 @@ class Timed:
 class Timer:
     """Times functions on one device. It holds the buffer that is swept."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self, device: torch.device, replays: int = REPLAYS):
+        """replays: of a captured graph, or runs that are launched one by one; the median counts."""
+        self.device, self.replays = device, replays
+        self._sweeps: dict[int, float] = {}  # number of sweeps in a graph -> seconds
         self._sweep = None
         if device.type == "cuda":
             self._sweep = torch.ones(4 * L2_BYTES // 8, dtype=torch.int64, device=device)
@@ -79,30 +81,43 @@ class Timer:
         if self.device.type != "cuda":
             took = self._clock(run)
             return Timed(took, took, False)
-        for _ in range(2):  # compiles what is to be compiled, and allocates
+        runs = self._runs(run)
+        if not graph or waits(run):
+            warm = median(self._between(run) for _ in range(self.replays))
+            return Timed(self._eager_cold(run), warm, False)
+        return Timed(self._graph_cold(run, runs), self._graph([run] * runs) / runs, True)
+
+    @torch.inference_mode()
+    def cold(self, run: Run) -> float:
+        """Seconds of `run`, cold alone. It does not wait for the device."""
+        if self.device.type != "cuda":
+            return self._clock(run)
+        return self._graph_cold(run, self._runs(run))
+
+    def _runs(self, run: Run) -> int:
+        """How many go into a graph. Compiles what is to be compiled, and allocates."""
+        for _ in range(2):
             run()
         torch.cuda.synchronize(self.device)
-        once = self._between(run)
-        if not graph or waits(run):
-            warm = median(self._between(run) for _ in range(REPLAYS))
-            return Timed(self._eager_cold(run), warm, False)
-        runs = max(1, min(MOST_RUNS, int(GRAPH_SECONDS / max(once, 1e-7))))
-        warm = self._graph([run] * runs) / runs
-        sweeps = self._graph([self.sweep] * runs)
-        cold = (self._graph([self.sweep, run] * runs) - sweeps) / runs
-        return Timed(max(cold, 0.0), warm, True)
+        return max(1, min(MOST_RUNS, int(GRAPH_SECONDS / max(self._between(run), 1e-7))))
+
+    def _graph_cold(self, run: Run, runs: int) -> float:
+        if runs not in self._sweeps:
+            self._sweeps[runs] = self._graph([self.sweep] * runs)
+        both = self._graph([self.sweep, run] * runs)
+        return max(both - self._sweeps[runs], 0.0) / runs
 
     def _graph(self, work: list[Run]) -> float:
         """Seconds of one replay of all of `work`."""
         graph = capture(work, self.device)
         graph.replay()
-        samples = [self._between(graph.replay) for _ in range(REPLAYS)]
+        samples = [self._between(graph.replay) for _ in range(self.replays)]
         graph.reset()
         return median(samples)
 
     def _eager_cold(self, run: Run) -> float:
         samples: list[float] = []
-        for _ in range(REPLAYS):
+        for _ in range(self.replays):
             self.sweep()
             samples.append(self._between(run))
         return median(samples)
@@ -120,7 +135,7 @@ class Timer:
         run()
         samples: list[float] = []
         ends = perf_counter() + 0.02
-        while len(samples) < 2 or (perf_counter() < ends and len(samples) < REPLAYS):
+        while len(samples) < 2 or (perf_counter() < ends and len(samples) < self.replays):
             started = perf_counter()
             run()
             samples.append(perf_counter() - started)

@@ -11,7 +11,7 @@ import torch
 
 from benthic.bench import tune
 from benthic.bench.cases import Case
-from benthic.bench.timing import Run, Timed, Timer
+from benthic.bench.timing import Run, Timer
 from benthic.bench.tune import Choice, choices, fitting, merged, mismatch
 from benthic.cli.main import main
 from benthic.errors import BenchError
@@ -103,10 +103,9 @@ class Fake(Timer):
 
         return run
 
-    def time(self, run: Run, graph: bool = True) -> Timed:
+    def cold(self, run: Run) -> float:
         run()
-        took = self.seconds[self.last["BLOCK"]]
-        return Timed(took, took, True)
+        return self.seconds[self.last["BLOCK"]]
 
 
 LISTED = [
@@ -170,10 +169,9 @@ class Pair(Timer):
 
         return run
 
-    def time(self, run: Run, graph: bool = True) -> Timed:
+    def cold(self, run: Run) -> float:
         run()
-        took = sum(100 / one["BLOCK"] + abs(one["warps"] - warps) for one, warps in zip(self.last, (1, 8), strict=True))
-        return Timed(took, took, True)
+        return sum(100 / one["BLOCK"] + abs(one["warps"] - warps) for one, warps in zip(self.last, (1, 8), strict=True))
 
 
 def test_kernels_that_must_agree_are_tuned_together() -> None:
