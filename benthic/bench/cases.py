@@ -395,7 +395,7 @@ class Cases:
                 share=0.70 if fast and phase == "prefill" else 0.75,
                 us=us if us is None or variant != "invariant" else 1.1 * us,
             ),
-            peers={"humming": partial(build, "humming")} if fast and "humming" in backends.SERVES else {},
+            peers={"humming": partial(build, "humming")} if fast and self.device.type == "cuda" else {},
         )
 
     def moe(self, rows: int, fast: bool) -> Case:
