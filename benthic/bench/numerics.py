@@ -586,7 +586,9 @@ def text(found: dict[str, Any]) -> str:
         for name, values in found["profiles"].items():
             cells = "".join(f"{values['logits'][head]:>18.6g}" for head in heads)
             lines.append(f"{name:<28}{cells}{_percent(max(values['layers'])):>16}")
-    return "\n".join([*lines, "", report.table(found["measures"])])
+    if found["measures"]:
+        lines += ["", report.table(found["measures"])]
+    return "\n".join(lines)
 
 
 def _percent(share: float) -> str:

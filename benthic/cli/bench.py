@@ -1,6 +1,6 @@
-"""`benthic bench`: how fast this machine runs a model (step), what the model's text is worth (eval), how close kernels
-(kernel) and a rank of a large deployment (rank) come to what the hardware allows, and which configurations are fastest
-(tune).
+"""`benthic bench`: how fast this machine runs a model (step), what the model's text is worth (eval), what number
+formats cost in accuracy (numerics), how close kernels (kernel) and a rank of a large deployment (rank) come to what the
+hardware allows, and which configurations are fastest (tune).
 """
 
 import argparse
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benthic import config
+from benthic.types import NUMERICS
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -32,6 +33,14 @@ def _count(text: str) -> int:
     if value < 0:
         raise ValueError
     return value
+
+
+def _profiles(text: str) -> tuple[str, ...]:
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    known = [name for name in NUMERICS if name != "reference"]
+    if not names or set(names) - set(known):
+        raise argparse.ArgumentTypeError(f"not of {', '.join(known)}: {text!r}")
+    return names
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +71,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text.add_argument("--documents", type=_count, help="score the first N documents (default: all)")
     text.add_argument("--stories", type=_count, default=10, help="stories to sample at T = 0.8 (default 10)")
     text.set_defaults(run_bench=_eval)
+    accuracy = benches.add_parser("numerics", help="what the number formats of products cost", allow_abbrev=False)
+    accuracy.add_argument(
+        "--data", type=Path, metavar="FILE", help="documents as in eval; none: synthetic products only"
+    )
+    accuracy.add_argument(
+        "--documents", type=_count, default=200, help="score the first N with each profile (default 200)"
+    )
+    accuracy.add_argument(
+        "--tokens", type=_count, default=1024, help="tokens whose products and logits are compared (default 1024)"
+    )
+    accuracy.add_argument(
+        "--profiles",
+        type=_profiles,
+        default=("production", "fast"),
+        metavar="NAME,NAME",
+        help="held against reference (default production,fast)",
+    )
+    accuracy.add_argument(
+        "--needles", type=_count, default=16, help="prompts of each length with a code to find (default 16)"
+    )
+    accuracy.set_defaults(run_bench=_numerics)
     kernel = benches.add_parser("kernel", help="every kernel against the hardware's bound", allow_abbrev=False)
     kernel.add_argument("--op", metavar="NAME", help="only cases whose op or row has this in its name")
     kernel.set_defaults(run_bench=_kernel)
@@ -99,12 +129,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         bench.add_argument("--out", default="results", metavar="DIR", help="folder of results (default results)")
         bench.add_argument("--no-save", action="store_true", help="write no file")
         bench.add_argument("--seed", type=_count, default=0, help="of random operands (default 0)")
-    for bench in (step, text):
+    for bench, skip in ((step, ()), (text, ()), (accuracy, ("numerics",))):
         bench.add_argument("--json", action="store_true", help="the whole report as one JSON object")
         bench.add_argument("--out", default="results", metavar="DIR", help="folder of results (default results)")
         bench.add_argument("--no-save", action="store_true", help="write no file")
         bench.add_argument("--seed", type=_count, default=0, help="of random prompts and of samples (default 0)")
-        config.add_arguments(bench, skip=("seed",))
+        config.add_arguments(bench, skip=("seed", *skip))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -147,6 +177,38 @@ def _eval(args: argparse.Namespace) -> int:
 
         found = evaluation.run(settings, options, progress)
     return _finish(args, settings, found, _eval_text)
+
+
+def _numerics(args: argparse.Namespace) -> int:
+    settings = config.from_arguments(args)
+    from benthic.bench import numerics
+
+    options = numerics.Options(
+        data=args.data,
+        documents=args.documents,
+        tokens=max(args.tokens, 1),
+        profiles=args.profiles,
+        needles=_needles(args.data, args.needles, args.seed) if args.data and args.needles else (),
+        seed=args.seed,
+    )
+    found = numerics.run(settings, options, _say)
+    name = f"numerics-{Path(settings.model).name}" if args.data else "numerics"
+    return _show(args, found, name, numerics.text(found))
+
+
+def _needles(path: Path, count: int, seed: int) -> tuple[tuple[str, str], ...]:
+    """`count` prompts of each length of the held-out ladder, in prose of the documents: (prompt, answer)."""
+    from benthic.bench import eval as evaluation
+    from benthic.errors import BenchError
+    from benthic.train import data, skills
+
+    sentences = [s for document in evaluation.read_documents(path) for s in skills.sentences_of(document["response"])]
+    if not sentences:
+        raise BenchError(
+            "needles", f"{path} has no sentence of 20 to 200 characters to hide them among; try --needles 0"
+        )
+    asked = [data.ladder(sentences, characters, count, seed) for characters in data.NEEDLE_LADDER]
+    return tuple((document.turns[0].user, document.turns[0].answer) for rung in asked for document in rung)
 
 
 def _say(text: str) -> None:

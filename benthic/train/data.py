@@ -307,6 +307,13 @@ def skill_documents(
         yield ids
 
 
+def ladder(sentences: Sequence[str], characters: int, count: int, seed: int) -> Iterator[skills.Document]:
+    """Held-out needle prompts of about so many characters: four codes each, one asked for."""
+    rng = random.Random(f"ladder/{characters}/{seed}")
+    for _ in range(count):
+        yield skills.needle(rng, sentences, "held_out", characters=characters, needles=4, questions=1)
+
+
 def build(
     corpus: Path,
     out: Path,
@@ -390,10 +397,8 @@ def build(
             part = kind if split == "train" else f"{kind}-held-out"
             write(part, f"{part}.ids.xz", flat, len(starts) - 1)
     for characters in NEEDLE_LADDER:
-        rng = random.Random(f"ladder/{characters}/{seed}")
         collected = Collected()
-        for _ in range(64):
-            document = skills.needle(rng, held_out, "held_out", characters=characters, needles=4, questions=1)
+        for document in ladder(held_out, characters, 64, seed):
             collected.add(renderer.ids(document.turns))
         flat, starts = collected.flat()
         write(f"ladder-{characters}", f"ladder-{characters}.ids.xz", flat, len(starts) - 1)

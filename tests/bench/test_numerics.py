@@ -4,18 +4,21 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import benthic
 from benthic.bench import numerics
+from benthic.cli import main
 from benthic.config import Config
 from benthic.engine.llm import LLM
 from benthic.errors import BenchError
 from benthic.kernels import gemm, moe_experts, quant
 from benthic.models.deepseek_v41 import DeepseekV41, from_checkpoint
 from benthic.models.weights import Checkpoint
+from benthic.train import data
 from benthic.types import NUMERICS
 
 CPU = torch.device("cpu")
@@ -237,3 +240,61 @@ def test_the_whole_report(tmp_path: Path) -> None:
     assert {m["name"] for m in found["measures"]} >= {"fast: bits per byte", "fast: needles", "reference : fast: KL"}
     assert "attn.wq_b" in numerics.text(found)
     assert said
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.jsonl"
+    response = "The fox ran home in the rain. Its den was warm and dry. No."
+    path.write_text(json.dumps({"kind": "story", "prompt": "A fox.", "response": response}) + "\n")
+    return path
+
+
+def test_the_command_without_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "numerics", "--json", "--seed", "3", "--out", str(tmp_path)]
+    assert main.main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    (saved,) = tmp_path.rglob("numerics.json")
+    assert json.loads(saved.read_text()) == found
+    assert found["seed"] == 3
+    assert len(found["synthetic"]) == len(found["kernels"]) == 18
+    assert found["users"] == {}
+
+
+def test_the_command_hides_codes_in_the_text(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken: list[tuple[Config, numerics.Options]] = []
+
+    def run(settings: Config, options: numerics.Options, say: object) -> dict[str, object]:
+        taken.append((settings, options))
+        return {"kernels": {}, "measures": [], "hardware": {"gpu": "Some GPU"}}
+
+    monkeypatch.setattr(numerics, "run", run)
+    words = ["bench", "numerics", "--data", str(text), "--documents", "7", "--tokens", "48", "--profiles", "fast"]
+    assert main.main([*words, "--needles", "2", "--device", "auto", "--out", str(tmp_path / "results")]) == 0
+    assert "error against exact MXFP8" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "results" / "some-gpu").iterdir()] == ["numerics-minnow.json"]
+    ((settings, options),) = taken
+    assert (settings.model, settings.device) == ("minnow", "auto")
+    assert (options.data, options.documents, options.tokens, options.profiles) == (text, 7, 48, ("fast",))
+    assert len(options.needles) == 2 * len(data.NEEDLE_LADDER)
+    sentences = ["The fox ran home in the rain.", "Its den was warm and dry."]
+    want = [d for n in data.NEEDLE_LADDER for d in data.ladder(sentences, n, 2, 0)]
+    assert options.needles == tuple((d.turns[0].user, d.turns[0].answer) for d in want)
+    for length, (prompt, answer) in zip(np.repeat(data.NEEDLE_LADDER, 2), options.needles, strict=True):
+        assert length - 150 < len(prompt) < length + 150
+        assert answer in prompt
+        assert answer.endswith("7")
+
+
+def test_the_command_says_what_is_wrong(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["bench", "numerics", "--profiles", "fast,quick"])
+    assert "not of production, fast, float: 'fast,quick'" in capsys.readouterr().err
+    text.write_text(json.dumps({"kind": "story", "prompt": "A fox.", "response": "No."}) + "\n")
+    assert main.main(["bench", "numerics", "--data", str(text), "--no-save"]) == 1
+    assert "no sentence of 20 to 200 characters" in capsys.readouterr().err
