@@ -711,6 +711,8 @@ class Cases:
                 return [quant.values(weight) for weight in plain]
             with nullcontext() if backend is None else backends.use(backend):
                 run = backends.pick("experts", plain[0].codes)
+            if run is None and backend is not None:
+                raise BenchError(f"the backend {backend}", "it is not installed, or does not run on this device")
             prepare = getattr(import_module(run.__module__), "prepare", None) if run is not None else None
             return prepare(*plain, NUMERICS["fast" if fast else "production"]) if prepare is not None else plain
 
