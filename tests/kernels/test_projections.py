@@ -161,6 +161,20 @@ def test_output(device: torch.device, rows: int, kind: str, one_scale: bool, qua
     check_output(SMALL, rows, kind, one_scale, quantise_wo_a, device)
 
 
+@pytest.mark.parametrize(("rows", "hidden"), [(3, 256), (3, 1024), (66, 128)])
+def test_turned_product(device: torch.device, rows: int, hidden: int) -> None:
+    """Tiles that begin inside a head; turned in the product, after several slices, and after a tall tile."""
+    triton_gemm = pytest.importorskip("benthic.kernels.triton.gemm")
+    x = torch.randn(rows, hidden, device=device).bfloat16()
+    weight = matrix("blocks", 192, hidden, device)
+    positions = torch.randint(0, 100000, (rows,), device=device)
+    freqs = rope.rope_frequencies(32, 10000.0).to(device)
+    got = triton_gemm.products(x, weight, x.dtype, turn=triton_gemm.Turn(positions, freqs, 96))
+    with backends.reference():
+        want = rope.rotate(gemm.linear(x, weight).unflatten(1, (2, 96)), positions, freqs).flatten(1)
+    assert_nearly_all(got[0, 0], want)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "one_scale"), PROFILES)
 @pytest.mark.parametrize("rows", [1, 33, 64, 65, 200, 2100])

@@ -549,10 +549,9 @@ def products(
     if plan.config["library"] and _library_does(kind, values, n // groups, k, out_dtype):
         y = _library(x, weight, out_dtype, groups)
         return (y if turn is None else _turned(y, turn))[None]
-    if turn is not None:
-        plan = plan._replace(whole=plan.slices > 1)
-        if rows > 64:  # the angles need registers that a tile of that many rows has none left of
-            return _turned(_launch(x, weight, out_dtype, groups, None, kind, plan), turn)
+    if turn is not None and (plan.slices > 1 or rows > 64):  # a tile of more rows has no registers left for the angles
+        y = add_up(_launch(x, weight, out_dtype, groups, None, kind, plan), out_dtype)
+        return _turned(y, turn)[None, None]
     return _launch(x, weight, out_dtype, groups, turn, kind, plan)
 
 
@@ -665,7 +664,7 @@ def _library(x: Tensor | Carried, weight: quant.Matrix, out_dtype: torch.dtype, 
 
 
 def _turned(y: Tensor, turn: Turn) -> Tensor:
-    """y [.., 1, T, heads * head_width], turned in place."""
+    """y [.., T, heads * head_width] of one group, turned in place."""
     pairs = turn.freqs.shape[0]
     lines = y.numel() // turn.head_width
     heads = y.shape[-1] // turn.head_width
