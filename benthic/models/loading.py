@@ -97,7 +97,8 @@ class StagedCheckpoint:
             self._ahead_bytes += stored.nbytes
 
     def _start(self, stored: Stored) -> "Future[Tensor]":
-        out = torch.empty(stored.nbytes, dtype=torch.uint8, device=self.device)
+        with torch.inference_mode(False):  # a worker fills it, whatever mode the caller is in
+            out = torch.empty(stored.nbytes, dtype=torch.uint8, device=self.device)
         ready = torch.cuda.Event()
         ready.record()  # the memory may have been somebody's on the main stream
 
