@@ -22,12 +22,13 @@ from torch import Tensor
 
 from benthic.kernels import hyper as plain
 from benthic.kernels.triton import tuning
+from benthic.kernels.triton.gemm import launch, start
 from benthic.kernels.triton.quant import FLOATS, INTERPRETED, bound, narrow, widen
 from benthic.kernels.triton.runtime import available as available
 from benthic.kernels.triton.swiglu import exponential
 
 BLOCK = 64  # channels of each stream in a share
-ROWS = 16  # rows a program takes at a time
+ROWS, WARPS = 16, 4  # rows a program takes at a time, and how many warps share them
 DEFAULTS = {"programs": 480, "num_stages": 1}  # of `_enter`; more rows than for so many programs: each goes farther
 NORM_BLOCK = 1024  # channels of a norm's warp
 SHARES = 16  # added at a time
@@ -78,7 +79,13 @@ def _enter(
     MASKED: tl.constexpr,
     PENDING: tl.constexpr,
     READ: tl.constexpr,
+    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL and not AHEAD:
+        start(PDL)
+    elif PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     chunk = tl.program_id(0)
     chunks = tl.num_programs(0)
     kind: tl.constexpr = s_ptr.dtype.element_ty
@@ -91,39 +98,55 @@ def _enter(
         part = tl.load(fn_ptr + mix[:, None] * (S * width) + k * width + col[None, :], mask=inside, other=0.0)
         weights = weights + (_parts(part) if split else (part, part, part),)  # noqa: RUF005
 
+    if PDL and AHEAD:  # `fn` does not come from the kernel before, and was fetched while that one ended
+        tl.extra.cuda.gdc_wait()
     for tile in range(bound(tl.program_id(1)), bound(tl.cdiv(rows, ROWS)), bound(tl.num_programs(1))):
         row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
         live = row < rows
         here = live[:, None] & (col < width)[None, :] if MASKED else live[:, None]
-        streams = ()
+        streams, reads, writes = (), (), ()  # all loads first
         for j in tl.static_range(S):
             at = row[:, None] * s_row + j * s_stream + col[None, :]
             streams = streams + (tl.load(s_ptr + at, mask=here, other=0.0),)  # noqa: RUF005
         if PENDING:
-            out = widen(tl.load(out_ptr + row[:, None] * out_row + col[None, :], mask=here, other=0.0))
-        products = tl.zeros((ROWS, MIX_BLOCK), tl.float32)
-        details = tl.zeros((ROWS, MIX_BLOCK), tl.float32)
+            out = tl.load(out_ptr + row[:, None] * out_row + col[None, :], mask=here, other=0.0)
+            for k in tl.static_range(S):
+                post = tl.load(post_ptr + row[:, None] * S + k, mask=live[:, None], other=0.0)
+                writes = writes + (post,)  # noqa: RUF005
+            for jk in tl.static_range(S * S):
+                comb = tl.load(comb_ptr + row[:, None] * (S * S) + jk, mask=live[:, None], other=0.0)
+                writes = writes + (comb,)  # noqa: RUF005
+        if READ:
+            for k in tl.static_range(S):
+                pre = tl.load(pre_ptr + row[:, None] * S + k, mask=live[:, None], other=0.0)
+                reads = reads + (pre,)  # noqa: RUF005
+
         squares = tl.zeros((ROWS, BLOCK), tl.float32)
         read = tl.zeros((ROWS, BLOCK), tl.float32)
+        entering = ()
         for k in tl.static_range(S):
             stream = streams[k]
             if PENDING:
-                mixed = tl.load(post_ptr + row[:, None] * S + k, mask=live[:, None], other=0.0) * out
+                mixed = writes[k] * widen(out)
                 for j in tl.static_range(S):
-                    exchange = tl.load(comb_ptr + row[:, None] * (S * S) + j * S + k, mask=live[:, None], other=0.0)
-                    mixed += exchange * widen(streams[j])
+                    mixed += writes[S + j * S + k] * widen(streams[j])
                 stream = _once(mixed, kind)
                 tl.store(settled_ptr + row[:, None] * (S * width) + k * width + col[None, :], stream, mask=here)
+            entering = entering + (stream,)  # noqa: RUF005
             value = widen(stream)
             squares += value * value
             if READ:
-                read += tl.load(pre_ptr + row[:, None] * S + k, mask=live[:, None], other=0.0) * value
+                read += reads[k] * value
+
+        products = tl.zeros((ROWS, MIX_BLOCK), tl.float32)
+        details = tl.zeros((ROWS, MIX_BLOCK), tl.float32)
+        for k in tl.static_range(S):
             if split:
-                products = tl.dot(stream, tl.trans(weights[k][0]), products)
-                details = tl.dot(stream, tl.trans(weights[k][1]), details)
-                details = tl.dot(stream, tl.trans(weights[k][2]), details)
+                products = tl.dot(entering[k], tl.trans(weights[k][0]), products)
+                details = tl.dot(entering[k], tl.trans(weights[k][1]), details)
+                details = tl.dot(entering[k], tl.trans(weights[k][2]), details)
             else:
-                products = tl.dot(value, tl.trans(weights[k][0]), products, input_precision="ieee")
+                products = tl.dot(widen(entering[k]), tl.trans(weights[k][0]), products, input_precision="ieee")
         share = row * chunks + chunk
         tl.store(
             products_ptr + share[:, None] * MIXES + mix[None, :],
@@ -224,7 +247,9 @@ def _finish(
     SHARES: tl.constexpr,
     PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start(PDL)
     program = tl.program_id(0).to(tl.int64)
     if program < rows:  # first, since they take longest
         _row_weights(
@@ -286,8 +311,8 @@ def _expand(
 
 
 def _serves(s: Tensor) -> bool:
-    """The kernels take 1, 2, 4 or 8 streams."""
-    return s.shape[1] in (1, 2, 4, 8) and s.dtype in FLOATS
+    """The kernels take 1, 2 or 4 streams; the shares of `fn` for 8 would not fit into shared memory."""
+    return s.shape[1] in (1, 2, 4) and s.dtype in FLOATS
 
 
 def _adjacent(x: Tensor) -> Tensor:
@@ -309,7 +334,7 @@ def _shares(
     squares = torch.empty((rows, chunks, 2), dtype=torch.float32, device=s.device)
     if rows == 0:
         return products, squares, chunks
-    out = _adjacent(out) if out is not None else None
+    out, wide = _adjacent(out) if out is not None else None, _f32(fn)
     config = tuning.config("hyper_read", f"{streams}x{width}", rows, DEFAULTS)
     down = min(triton.cdiv(rows, ROWS), max(config["programs"] // chunks, 1))
     _enter[(chunks, down)](
@@ -318,7 +343,7 @@ def _shares(
         _f32(pre) if read is not None else None,
         _f32(post) if post is not None else None,
         _f32(comb) if comb is not None else None,
-        fn,
+        wide,
         settled,
         read,
         products,
@@ -336,8 +361,10 @@ def _shares(
         MASKED=width % BLOCK != 0,
         PENDING=out is not None,
         READ=read is not None,
-        num_warps=4,
+        AHEAD=wide is fn,
+        num_warps=WARPS,
         num_stages=config["num_stages"],
+        **launch(),
     )
     return products, squares, chunks
 
@@ -383,6 +410,7 @@ def _weights(
         PIECES=pieces,
         BLOCK=block,
         num_warps=1,
+        **launch(),
     )
     return pre, post, comb
 
@@ -404,7 +432,7 @@ def hyper_read(
     rows, _, width = s.shape
     read = torch.empty((rows, width), dtype=s.dtype, device=s.device)
     settled = torch.empty(s.shape, dtype=s.dtype, device=s.device) if pending.out is not None else None
-    shares = _shares(pending._replace(s=s), _f32(fn), settled, read)
+    shares = _shares(pending._replace(s=s), fn, settled, read)
     pre, post, comb = _weights(s, shares, _f32(scale), _f32(base), weight.contiguous(), read, norm_eps, hc_eps, iters)
     return read, plain.Streams(s if settled is None else settled, pre, None, post, comb)
 
@@ -415,7 +443,7 @@ def hyper_mixes(
     if not _serves(s):
         return plain.hyper_mixes_reference(s, fn, scale, base, norm_eps, hc_eps, iters)
     s = _adjacent(s)
-    shares = _shares(plain.Streams(s, s), _f32(fn), None, None)
+    shares = _shares(plain.Streams(s, s), fn, None, None)
     return _weights(s, shares, _f32(scale), _f32(base), None, None, norm_eps, hc_eps, iters)
 
 
