@@ -64,6 +64,8 @@ SERVES: dict[str, frozenset[str]] = {  # backend -> ops it has
             "roundtrip_mxfp4",
             "roundtrip_nvfp4",
             "dequantise_fp8",
+            "sink_attention",
+            "attend",
             "hyper_mixes",
             "hyper_collapse",
             "hyper_expand",
@@ -75,6 +77,7 @@ SERVES: dict[str, frozenset[str]] = {  # backend -> ops it has
             "grouped_linear",
             "attention_inputs",
             "attention_output",
+            "sample_rows",
         }
     ),
 }

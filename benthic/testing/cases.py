@@ -52,6 +52,33 @@ ATTENTION = (
 )
 
 
+class AttendCase(NamedTuple):
+    chunks: tuple[tuple[int, int, int], ...]  # slot, position of the first row, rows
+    padding: int  # rows of slot 0 at the end
+    heads: int
+    width: int
+    window: int
+    listed: int  # records a row, some of them -1
+    stored: int  # records there are
+    entries: int  # records a block
+    reason: str
+
+
+ATTEND = (
+    AttendCase((), 0, 4, 64, 8, 4, 9, 4, "no row"),
+    AttendCase(((1, 0, 1),), 0, 4, 128, 64, 64, 90, 32, "the first token of a sequence"),
+    AttendCase(((1, 200, 1), (3, 63, 1), (2, 64, 1)), 2, 4, 128, 64, 65, 90, 32, "decode at batch 3, padding rows"),
+    AttendCase(
+        ((2, 5, 12), (1, 30, 2)), 0, 2, 64, 8, 70, 90, 4, "prefill beyond the window, one past a tile of entries"
+    ),
+    AttendCase(((1, 100, 1), (2, 62, 4)), 1, 3, 64, 65, 0, 0, 1, "no entries at all, a window one past a tile"),
+    AttendCase(((1, 300, 1), (2, 126, 2)), 0, 64, 512, 128, 512, 700, 128, "the release, ring and own rows"),
+    AttendCase(((1, 40, 1),), 1, 64, 512, 128, 130, 150, 64, "the release, a window that fills, one past a tile"),
+    AttendCase(((1, 90, 2),), 0, 8, 512, 128, 64, 70, 64, "few heads of the release's width"),
+    AttendCase(((1, 500, 1),), 0, 128, 512, 128, 0, 0, 1, "two blocks of heads, window only"),
+)
+
+
 class IndexCase(NamedTuple):
     rows: int
     heads: int

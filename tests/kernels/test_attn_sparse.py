@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benthic.errors import ShapeError
-from benthic.kernels import attn_sparse, kv_copy
-from benthic.kernels.attn_sparse import sink_attention
-from benthic.testing.cases import ATTENTION, AttentionCase
+from benthic.kernels import attn_sparse, backends, kv_copy, quant
+from benthic.kernels.attn_sparse import attend, sink_attention
+from benthic.testing.cases import ATTEND, ATTENTION, AttendCase, AttentionCase
 from benthic.testing.tolerances import assert_close
 
 
@@ -226,3 +226,180 @@ def test_refuses() -> None:
         sink_attention(q, rows, at, at, rows, records[:1], sink, 1.0, False)
     with pytest.raises(ShapeError, match="sink_attention: paged channels"):
         sink_attention(q, rows, at, at, torch.zeros(5, 16), records, sink, 1.0, False)
+
+
+# attend
+
+
+def make_step(case: AttendCase, device: torch.device, *, wide: bool = False) -> dict[str, Any]:
+    """Arguments of `attend` but round_probs, in FP8 and NVFP4 or in float32; whatever nobody may read is poison."""
+    dtype, forms = (torch.float32, ("f32", "f32")) if wide else (torch.bfloat16, ("fp8", "nvfp4"))
+    width, listed = case.width, case.listed
+    chunks = [*case.chunks, *[(0, 0, 1)] * case.padding]
+    rows = [(slot, first + i, first) for slot, first, length in chunks for i in range(length)]
+    starts = [start for start, chunk in zip(starts_of(chunks), chunks, strict=True) for _ in range(chunk[2])]
+    columns = [[row[i] for row in rows] for i in range(3)]
+    where = kv_copy.Rows(*(torch.tensor(c, dtype=torch.int64, device=device) for c in (*columns, starts)))
+    kept = case.window + 3
+    record = kv_copy.data_bytes(width, forms[0]) + kv_copy.scale_bytes(width, forms[0])
+    ring_bytes = torch.full((4, kept, record), 0xFF, dtype=torch.uint8, device=device)
+    ring = kv_copy.Ring(ring_bytes, width, forms[0])
+    for slot, first, _ in case.chunks:
+        at = torch.arange(max(first - kept, 0), first, device=device)
+        kv_copy.ring_write(ring, torch.randn(at.shape[0], width, device=device), torch.full_like(at, slot), at)
+    kw = torch.randn(len(rows), width, device=device).to(dtype)
+    paged = records = None
+    if listed:
+        record = kv_copy.data_bytes(width, forms[1]) + kv_copy.scale_bytes(width, forms[1])
+        blocks = case.stored // case.entries + 2
+        pool = torch.full((blocks, 64 + case.entries * record + -case.entries * record % 32), 0xFF, dtype=torch.uint8)
+        paged = kv_copy.Paged(pool.to(device), 32, 0, case.entries, width, forms[1])
+        ids = torch.randperm(blocks * case.entries, device=device)[: case.stored]
+        kv_copy.write_records(paged, ids, torch.randn(case.stored, width, device=device))
+        picked = torch.rand(len(rows), case.stored, device=device).argsort(1)[:, :listed]
+        count = torch.randint(0, listed + 1, (len(rows), 1), device=device)
+        count[:1] = listed
+        records = torch.where(torch.arange(listed, device=device) < count, ids[picked].sort(1).values, -1).int()
+    return {
+        "q": (2 * torch.randn(len(rows), case.heads, width, device=device)).to(dtype),
+        "kw": kw if wide else quant.roundtrip_fp8(kw),
+        "ring": ring,
+        "rows": where,
+        "window": case.window,
+        "paged": paged,
+        "records": records,
+        "sink": torch.randn(case.heads, device=device),
+        "scale": width**-0.5,
+    }
+
+
+def starts_of(chunks: list[tuple[int, int, int]]) -> list[int]:
+    return [sum(length for _, _, length in chunks[:i]) for i in range(len(chunks))]
+
+
+def dense_step(made: dict[str, Any]) -> Tensor:
+    """One row at a time, float64, from `kv_copy`'s references."""
+    rows, out = made["rows"], torch.zeros(made["q"].shape, dtype=torch.float64, device=made["q"].device)
+    for t, (slot, position, first, start) in enumerate(zip(*(column.tolist() for column in rows), strict=True)):
+        oldest = max(0, position - made["window"] + 1)
+        at = torch.arange(oldest, max(first, oldest), device=out.device)
+        keys = [kv_copy.read_ring_reference(made["ring"], torch.full_like(at, slot), at)]
+        keys.append(made["kw"][start + max(oldest, first) - first : start + position - first + 1])
+        if made["records"] is not None:
+            ids = made["records"][t]
+            keys.append(kv_copy.read_records_reference(made["paged"], ids[ids >= 0]))
+        k = torch.cat([part.double() for part in keys])
+        logits = torch.cat([made["q"][t].double() @ k.t() * made["scale"], made["sink"].double()[:, None]], dim=1)
+        out[t] = logits.softmax(1)[:, :-1] @ k
+    return out
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize(
+    ("case", "wide"),
+    [pytest.param(c, w, id=f"{c.reason}, {w}") for c in ATTEND for w in (False, True) if not w or c.width < 512],
+)
+def test_attend(device: torch.device, case: AttendCase, wide: bool, rounded: bool) -> None:
+    made = make_step(case, device, wide=wide)
+    y = attend(**made, round_probs=rounded)
+    assert y.dtype == made["q"].dtype
+    assert_close("sink_attention_rounded" if rounded else "sink_attention", y, dense_step(made), 4.0)
+
+
+@pytest.mark.parametrize("spans", [1, 2, 3])
+@pytest.mark.parametrize("case", [ATTEND[2], ATTEND[6]], ids=lambda c: c.reason)
+def test_attend_in_spans(device: torch.device, monkeypatch: pytest.MonkeyPatch, case: AttendCase, spans: int) -> None:
+    """A list cut into spans, some of them without any key."""
+    if backends.pick("attend", torch.empty(0, device=device)) is not None:
+        from benthic.kernels.triton import attn_sparse as kernels
+
+        monkeypatch.setattr(kernels, "spans", lambda *_: spans)
+    made = make_step(case, device)
+    made["records"][1:] = -1
+    assert_close("sink_attention", attend(**made, round_probs=False), dense_step(made), 4.0)
+
+
+def test_attend_equals_sink_attention(device: torch.device) -> None:
+    """The same rows laid side by side: in float32 to the last bits, whatever finds them."""
+    case = ATTEND[3]
+    made = make_step(case, device, wide=True)
+    chunks = tuple(zip(*case.chunks, strict=True))
+    starts = (*starts_of(list(case.chunks)), made["q"].shape[0])
+    rows, begin, count = kv_copy.window_rows(made["ring"], made["kw"], chunks[0], chunks[1], starts, case.window)
+    others = [made[n] for n in ("paged", "records", "sink", "scale")]
+    assert_close(
+        "sink_attention",
+        attend(**made, round_probs=True),
+        sink_attention(made["q"], rows, begin, count, *others, True),
+        8 * 2.0**-8 / 1e-5,  # a probability may round the other way
+    )
+    assert_close(
+        "sink_attention",
+        attend(**made, round_probs=False),
+        sink_attention(made["q"], rows, begin, count, *others, False),
+        4.0,
+    )
+
+
+def test_attend_leaves_the_ring_alone_and_reads_only_what_is_listed(device: torch.device) -> None:
+    made = make_step(ATTEND[2], device)
+    before = made["ring"].bytes.clone()
+    clean = attend(**made, round_probs=False)
+    assert torch.equal(made["ring"].bytes, before)
+    assert clean.isfinite().all()
+    read = torch.zeros(made["paged"].pool.shape[0] * made["paged"].entries, dtype=torch.bool, device=device)
+    read[made["records"][made["records"] >= 0].long()] = True
+    record = kv_copy.data_bytes(128, "nvfp4") + kv_copy.scale_bytes(128, "nvfp4")
+    body = made["paged"].pool[:, 32 : 32 + made["paged"].entries * record].unflatten(1, (-1, record))
+    body[~read.view(body.shape[:2])] = 0xFF
+    assert torch.equal(attend(**made, round_probs=False), clean)
+
+
+def test_attend_takes_strides(device: torch.device) -> None:
+    made = make_step(ATTEND[3], device)
+    whole = attend(**made, round_probs=True)
+    made["q"] = torch.cat([made["q"], made["q"]], 2)[..., : made["q"].shape[2]]
+    made["kw"] = made["kw"].t().contiguous().t()
+    made["records"] = made["records"].t().contiguous().t()
+    made["rows"] = kv_copy.Rows(*(torch.stack([x, x], 1)[:, 0] for x in made["rows"]))
+    pool = made["paged"].pool
+    made["paged"] = made["paged"]._replace(pool=torch.cat([pool, pool[:, :64]], 1)[:, : pool.shape[1]])
+    assert torch.equal(attend(**made, round_probs=True), whole)
+
+
+def test_attend_far_into_the_pool(device: torch.device) -> None:
+    """Records beyond 2^31 bytes: pages that nobody touches cost nothing."""
+    made = make_step(ATTEND[2]._replace(listed=3, stored=4), device)
+    pool = torch.empty(3, (1 << 30) + 64, dtype=torch.uint8, device=device)
+    paged = made["paged"]._replace(pool=pool, data_offset=(1 << 30) - 4096)
+    ids = torch.tensor([0, 33, 70], device=device)  # entries of blocks 0, 1 and 2
+    kv_copy.write_records(paged, ids, torch.randn(3, 128, device=device))
+    made["paged"], made["records"] = paged, ids.int().expand(made["q"].shape[0], 3)
+    assert_close("sink_attention", attend(**made, round_probs=False), dense_step(made), 4.0)
+
+
+def test_attend_same_bits_in_any_batch(device: torch.device) -> None:
+    made = make_step(ATTEND[2], device)
+    if backends.pick("attend", made["q"]) is None:
+        return  # the plain version makes no such promise
+    with backends.invariant():
+        whole = attend(**made, round_probs=False)
+        for t in range(3):  # chunks of one row each
+            rows = kv_copy.Rows(*(x[t : t + 1] for x in made["rows"][:3]), torch.zeros_like(made["rows"].starts[:1]))
+            one = made | {"q": made["q"][t : t + 1], "kw": made["kw"][t : t + 1], "rows": rows}
+            one["records"] = made["records"][t : t + 1]
+            assert torch.equal(attend(**one, round_probs=False)[0], whole[t])
+
+
+def test_attend_refuses() -> None:
+    made = make_step(ATTEND[1], torch.device("cpu"))
+    for changed, match in (
+        ({"kw": made["kw"][:, :64]}, "q, kw, ring channels"),
+        ({"sink": made["sink"][:2]}, "sink, rows"),
+        ({"window": made["ring"].bytes.shape[1] + 2}, "window"),
+        ({"records": None}, "paged, records"),
+        ({"records": made["records"][0]}, "records"),
+        ({"paged": made["paged"]._replace(channels=64)}, "paged channels"),
+    ):
+        with pytest.raises(ShapeError, match=f"attend: {match}"):
+            attend(**(made | changed), round_probs=False)

@@ -1,21 +1,21 @@
 """The Hopper form of `_attend` in attn_sparse.py, at 64 heads a program and a width of 512, over FP8 and NVFP4 records.
 
 Triton proper runs unpacking, products and softmax one after another. Here, in Triton's explicit dialect (Gluon), they
-overlap: 128 keys lie in shared memory; while the second half of them is multiplied with its probabilities, the first
-half is already overwritten with the next keys, whose bytes were asked for while the scores were computed.
+overlap. 128 keys lie in shared memory; a quarter of them is overwritten with the next keys as soon as it has been
+multiplied with its probabilities, while the quarters behind it still are.
 
     shared memory   q [64, 512] 64 KB, keys [128, 512] 128 KB, probabilities [64, 128] 16 KB, all bf16
     two warpgroups  each computes the scores of 64 of the 128 keys, then 256 of the 512 output channels of all heads
 
-Per 128 keys and program: 2048 + 2048 cycles of products at the full rate; beside them 1300 instructions a warp, of which
-1.7 a channel and thread unpack NVFP4.
+Per 128 keys: 2048 + 2048 cycles of products at the full rate, and as many of shared memory's. Beside them a warp runs
+1300 instructions, 5 for every four channels that it unpacks from NVFP4. About 900 cycles of softmax stand alone.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-WIDTH, HEADS, TILE, PART = 512, 64, 128, 32  # channels, heads and keys of a program's step, keys unpacked at a time
+# Everywhere below: 512 channels, 64 heads a program, 128 keys a step, of which PART = 32 are unpacked at a time.
 
 _PEAK_START: gl.constexpr = gl.constexpr(-1e30)
 _LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
@@ -82,10 +82,10 @@ _SUMS: gl.constexpr = gl.constexpr(  # what each thread has of a row's sum: [64,
 _SHARED: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 _SHARED_PAIRS: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))
 
-# Keys have their channels in an order that is cheap to unpack: of each eight, 0 4 1 5 2 6 3 7. So a pair is two channels
-# four apart, which lie 16 bits apart in a word of E2M1 codes. q is brought into this order, the output out of it. NVFP4
-# keys are 2^-8 of their value, which saves a multiplication: bf16 reads a code's bits in place as the number times
-# 2^-126, and while 2^118 times any scale is a bf16 number, 2^126 times it is not.
+# Keys have their channels in an order that is cheap to unpack: of each eight, 0 4 1 5 2 6 3 7. So a pair is two
+# channels four apart, which lie 16 bits apart in a word of E2M1 codes. q is brought into this order, the output out of
+# it. NVFP4 keys are 2^-8 of their value, which saves a multiplication: bf16 reads a code's bits in place as the number
+# times 2^-126, and while 2^118 times any scale is a bf16 number, 2^126 times it is not.
 
 # Eight E2M1 codes of a word and their factor, twice in a register -> four pairs. A code's sign goes to bit 15, its
 # magnitude to bits 8..6. Codes 16 bits apart are moved by one multiplication: their bits cannot run into each other.
