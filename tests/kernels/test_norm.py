@@ -52,6 +52,18 @@ def test_strides(device: torch.device) -> None:
         assert_close("rms_norm", rms_norm(x, weight, 1e-20), exact(x, weight, 1e-20))
 
 
+@pytest.mark.gpu
+def test_addresses_beyond_32_bits() -> None:
+    x, weight = torch.ones(420_000, 5120, dtype=torch.bfloat16, device="cuda"), torch.randn(5120, device="cuda")
+    x[-2:] = torch.randn(2, 5120, device="cuda")
+    assert torch.equal(rms_norm(x, weight, 1e-6)[-2:], rms_norm(x[-2:], weight, 1e-6))
+
+
+def test_rows_do_not_depend_on_their_neighbours(device: torch.device) -> None:
+    x, weight = torch.randn(37, 1280, device=device).bfloat16(), torch.randn(1280, device=device)
+    assert torch.equal(rms_norm(x, weight, 1e-6)[30:31], rms_norm(x[30:31], weight, 1e-6))
+
+
 def test_gradient(device: torch.device) -> None:
     x = torch.randn(3, 8, dtype=torch.float64, device=device)
     x32, weight = x.float().requires_grad_(), torch.randn(8, device=device, requires_grad=True)

@@ -352,6 +352,15 @@ def test_triton_codes_are_the_same_bits(kind: str) -> None:
 
 @pytest.mark.gpu
 @every_kind
+def test_addresses_beyond_32_bits(kind: str) -> None:
+    roundtrip = KINDS[kind][2]
+    x = torch.ones(420_000, 5120, dtype=torch.bfloat16, device="cuda")
+    x[-2:] = torch.randn(2, 5120, device="cuda")
+    assert torch.equal(roundtrip(x)[-2:], roundtrip(x[-2:]))
+
+
+@pytest.mark.gpu
+@every_kind
 def test_cuda_gives_the_same_bits(kind: str) -> None:
     quantise, _, roundtrip, group = KINDS[kind]
     x = all_bf16()

@@ -91,6 +91,14 @@ def test_strides(device: torch.device) -> None:
         assert_close("rotate", rotate(x, at, freqs), exact(x, at, freqs), 8.0)
 
 
+@pytest.mark.gpu
+def test_addresses_beyond_32_bits() -> None:
+    x = torch.ones(70_000, 64, 512, dtype=torch.bfloat16, device="cuda")
+    x[-2:] = torch.randn(2, 64, 512, device="cuda")
+    at, freqs = torch.arange(70_000, device="cuda"), rope_frequencies(64, 10000.0).cuda()
+    assert torch.equal(rotate(x, at, freqs)[-2:], rotate(x[-2:], at[-2:], freqs))
+
+
 @given(st.integers(0, 1 << 20), st.integers(1, 8), st.integers(0, 5))
 def test_inverse_undoes(position: int, pairs: int, plain: int) -> None:
     x = torch.randn(1, 3, plain + 2 * pairs, generator=torch.Generator().manual_seed(position))

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -58,6 +59,26 @@ def test_product_is_rounded_once(device: torch.device) -> None:
     assert torch.equal(
         swiglu(gate, up, 10.0, weights), swiglu(gate, up, 10.0, weights, torch.float32).to(torch.bfloat16)
     )
+
+
+@pytest.mark.gpu
+def test_addresses_beyond_32_bits() -> None:
+    both = torch.ones(940_000, 4608, dtype=torch.bfloat16, device="cuda")
+    both[-2:] = torch.randn(2, 4608, device="cuda")
+    gate, up = both.chunk(2, dim=-1)
+    assert torch.equal(swiglu(gate, up, 10.0)[-2:], swiglu(gate[-2:], up[-2:], 10.0))
+
+
+def test_what_is_no_number_stays_so(device: torch.device) -> None:
+    gate = torch.tensor([[torch.nan, torch.inf, -torch.inf, -200.0, 200.0, -88.0, 1.0]], device=device)
+    up = torch.tensor([[1.0, 1.0, 1.0, 1.0, 1.0, 1.0, torch.nan]], device=device)
+    for limit, high in ((10.0, 9.999546), (0.0, torch.inf)):
+        with np.errstate(invalid="ignore"):  # the interpreter warns where a GPU does not
+            y = swiglu(gate, up, limit)[0].tolist()
+        assert y[0] != y[0]
+        assert y[6] != y[6]
+        assert y[1] == pytest.approx(high)
+        assert abs(y[3]) + abs(y[5]) < 1e-35
 
 
 def test_refuses() -> None:
