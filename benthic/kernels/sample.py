@@ -251,8 +251,8 @@ def sample_rows(
     temperature  [R] f64; 0: the arg-max, the lowest id among equals, whatever the other settings say.
     top_k        [R] int64; top_p, min_p [R] f64, as in `narrow`.
     mask         [V] f32 added to every row first, 0 or -inf; None: nothing.
-    returns      tokens [R] int64; peaks [R] f32, the largest logit of each row under the mask, NaN if one is NaN. A row
-                 whose peak is not finite has token 0, which means nothing.
+    returns      tokens [R] int64; peaks [R] f32, each row's largest logit under the mask, NaN or inf if one is NaN. A
+                 row whose peak is not finite has token 0, which means nothing.
     Error        a weight is within 1 of `token_weights`; sums of weights are exact, so a row is the same in any batch.
     Cost         memory bound: one pass over the logits of greedy rows, two over those of the others, and what top-k and
                  top-p keep once more. The reference sorts.

@@ -1,6 +1,8 @@
 """The sampling kernels against slow answers: exact integers, a sorted reference, chi-square."""
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benthic.errors import ShapeError
-from benthic.kernels import sample
+from benthic.kernels import backends, sample
 
 UNIT = 2**40
 
@@ -241,3 +243,179 @@ def test_non_contiguous_rows():
     b = sample.token_weights(logits.contiguous(), logits.max(1).values, temperature)
     assert torch.equal(a, b)
     check_filters(logits, [7] * 4, [0.7] * 4, [0.0] * 4)
+
+
+# ---- whole rows, on every device -------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """How one row is drawn."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 7
+    position: int = 3
+
+
+def run_rows(
+    logits: torch.Tensor, rows: Sequence[Row], device: torch.device, mask: torch.Tensor | None = None
+) -> tuple[list[int], torch.Tensor]:
+    def column(name: str, dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor([getattr(row, name) for row in rows], dtype=dtype, device=device)
+
+    whole, real = torch.int64, torch.float64
+    tokens, peaks = sample.sample_rows(
+        logits.to(device),
+        column("seed", whole),
+        column("position", whole),
+        column("temperature", real),
+        column("top_k", whole),
+        column("top_p", real),
+        column("min_p", real),
+        mask=None if mask is None else mask.to(device),
+    )
+    assert tokens.dtype == torch.int64
+    return tokens.tolist(), peaks.cpu()
+
+
+def slow_token(logits: torch.Tensor, row: Row) -> int:
+    """One token by the steps as they are written down; logits [V] finite or -inf."""
+    if row.temperature == 0:
+        return int(logits.argmax())
+    peak, temperature = logits.max()[None], torch.tensor([row.temperature], dtype=torch.float64)
+    weights = sample.token_weights(logits[None], peak, temperature)[0].tolist()
+    kept = slow_filter(logits.tolist(), weights, row.top_k, row.top_p, row.min_p)
+    bits = int(sample.random_bits(torch.tensor([row.seed]), torch.tensor([row.position]))[0])
+    total = sum(weights[i] for i in kept)
+    point, running = min(int(float(bits) * 2.0**-53 * float(total)), total - 1), 0
+    for i in sorted(kept):
+        running += weights[i]
+        if running > point:
+            return i
+    raise AssertionError("nothing was kept")
+
+
+KINDS = [
+    Row(temperature=0.0, top_k=3, top_p=0.1),
+    Row(),
+    Row(temperature=0.3, min_p=0.1),
+    Row(temperature=100.0),
+    Row(top_k=3),
+    Row(top_p=0.5),
+    Row(temperature=0.8, top_k=7, top_p=0.8, min_p=0.02),
+    Row(top_k=10**6, min_p=0.01),
+]
+
+
+def is_interpreted(on_cpu: torch.Tensor) -> bool:
+    return not torch.cuda.is_available() and backends.pick("sample_rows", on_cpu) is not None
+
+
+def kinds(vocab: int, *rows: Row, scale: float = 3.0) -> tuple[torch.Tensor, list[Row]]:
+    logits = torch.randn(len(rows), vocab, generator=torch.Generator().manual_seed(vocab)) * scale
+    return logits, [row._replace(seed=1000 * i + vocab, position=i) for i, row in enumerate(rows)]
+
+
+def check_rows(logits: torch.Tensor, rows: Sequence[Row], device: torch.device, mask: torch.Tensor | None = None):
+    before = logits.clone()
+    tokens, peaks = run_rows(logits, rows, device, mask)
+    assert torch.equal(logits, before)
+    seen = logits if mask is None else logits + mask
+    assert tokens == [slow_token(some, row) for some, row in zip(seen, rows, strict=True)]
+    assert torch.equal(peaks, seen.max(dim=1).values)
+
+
+@pytest.mark.parametrize("vocab", [1, 4096])
+def test_rows_of_every_kind(device: torch.device, vocab: int):
+    check_rows(*kinds(vocab, *KINDS), device)
+
+
+def test_rows_under_a_mask(device: torch.device):
+    mask = torch.zeros(300)
+    mask[::2] = -math.inf
+    logits, rows = kinds(300, Row(temperature=0.0), Row(), Row(top_k=4), Row(top_p=0.7))
+    check_rows(logits, rows, device, mask)
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.01])
+def test_flat_rows_and_ties(device: torch.device, scale: float):
+    """All equal, or nearly: ties at the edge of a filter go to the lowest ids, and the nucleus is a share of them."""
+    rows = [Row(top_k=5), Row(top_p=0.25), Row(top_k=400, top_p=0.5), Row()]
+    check_rows(*kinds(700, *rows, scale=scale), device)
+
+
+def test_filters_that_keep_thousands(device: torch.device):
+    logits, rows = kinds(2500, Row(top_p=0.97), Row(top_k=2300, top_p=0.99), scale=0.2)
+    check_rows(logits, rows, device)
+    logits[:, 1:] = -40.0  # nothing else has a weight, however many may stay
+    check_rows(logits, rows, device)
+
+
+def test_extreme_rows(device: torch.device):
+    low, high = -math.inf, 3e38
+    logits = torch.tensor(
+        [
+            [high, -high, high, 0.0, low],
+            [-high, -3.1e38, -high, low, -high],
+            [1e-40, 0.0, -0.0, -1.0, low],
+            [low, low, 5.0, low, low],
+            [2.0**100, 2.0**100 * (1 + 2.0**-23), low, 0.0, 2.0**99],
+        ]
+    )
+    settings = [Row(), Row(temperature=1e-6, top_k=2), Row(temperature=100.0, top_p=0.4)]
+    for first in range(2 if is_interpreted(logits) else 3):
+        check_rows(logits, [settings[(first + i) % 3]._replace(seed=i) for i in range(5)], device)
+
+
+def test_damaged_rows_do_no_harm(device: torch.device):
+    logits, rows = kinds(90, *[Row(), Row(temperature=0.0), Row(top_k=2)] * 3, Row())
+    logits[:3, 50] = math.nan
+    logits[3:6] = -math.inf
+    logits[6:9, 4] = math.inf
+    tokens, peaks = run_rows(logits, rows, device)
+    assert tokens[:9] == [0] * 9
+    assert tokens[9] == slow_token(logits[9], rows[9])
+    assert not peaks[:9].isfinite().any()
+    assert (peaks[3:6] == -math.inf).all()
+    assert peaks[9] == logits[9].max()
+
+
+def test_no_rows_and_rows_apart(device: torch.device):
+    assert run_rows(torch.zeros(0, 9), [], device)[0] == []
+    wide, rows = kinds(2 * 97, Row(), Row(temperature=0.0), Row(top_p=0.6))
+    check_rows(wide[:, :97], rows, device)  # rows that do not touch
+    tokens, _ = run_rows(wide[:, ::2], rows, device)  # neighbours that do not
+    assert tokens == [slow_token(some, row) for some, row in zip(wide[:, ::2], rows, strict=True)]
+    with pytest.raises(ShapeError):
+        sample.sample_rows(torch.zeros(2, 5), *[torch.zeros(3)] * 6)
+
+
+def test_rows_do_not_depend_on_their_batch(device: torch.device):
+    logits, rows = kinds(513, *KINDS)  # also from other runs than the first
+    together, _ = run_rows(logits, rows, device)
+    order = [6, 1]
+    assert run_rows(logits[order], [rows[i] for i in order], device)[0] == [together[i] for i in order]
+
+
+def test_rows_follow_the_softmax(device: torch.device):
+    logits = torch.tensor([2.0, -1.0, 0.5, 0.5, -math.inf, 3.0, -4.0, 1.0])
+    if is_interpreted(logits):
+        pytest.skip("needs thousands of rows")
+    draws = 20_000
+    rows = [Row(temperature=2.0, seed=i, position=9) for i in range(draws)]
+    counts = np.bincount(run_rows(logits.repeat(draws, 1), rows, device)[0], minlength=8)
+    assert chi_square(counts, torch.softmax(logits.double() / 2.0, 0).numpy()) < 26
+
+
+@pytest.mark.gpu
+def test_rows_beyond_2_31_elements():
+    """The second row starts behind 2^31 logits."""
+    memory = torch.zeros(2**31 + 4096, device="cuda")
+    logits = memory.as_strided((2, 1000), (2**31 + 100, 1))
+    logits[1] = torch.arange(1000, device="cuda") / 100
+    rows = [Row(temperature=0.0), Row(top_k=5)]
+    assert run_rows(logits, rows, memory.device)[0][1] == slow_token(logits[1].cpu(), rows[1])
+    rows = [Row(), Row(temperature=0.0)]
+    assert run_rows(logits, rows, memory.device)[0][1] == 999
