@@ -31,6 +31,9 @@ TOLERANCES = {
         1e-6, 1, 0.04, "angles are float32: at positions near 2^20 their last bit is 1/16 of a turn"
     ),
     "linear": Tolerance(1e-6, 1, 1e-6, "order of a sum of up to a few thousand float32 terms, relative to sum |x||w|"),
+    "linear_fp8": Tolerance(
+        1e-6, 1, 2.0**-11, "FP8 tensor cores add 128 products with about 13 bits, relative to sum |x||w|"
+    ),
     "swiglu": Tolerance(2e-6, 1, 1e-30, "one exponential; products of floats"),
     "hyper_mixes": Tolerance(
         1e-5, 0, 2e-6, "order of one long dot, carried through exponentials and 39 normalisations"

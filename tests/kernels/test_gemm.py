@@ -95,6 +95,11 @@ def entering(x: Tensor, kind: str) -> Tensor:
     return quant.roundtrip_carry(x) if kind == "rows" else x
 
 
+def rule(kind: str, device: torch.device) -> str:
+    """Which tolerance a product has: on a GPU, rows of FP8 codes meet in FP8 products."""
+    return "linear_fp8" if kind == "rows" and device.type == "cuda" else "linear"
+
+
 @pytest.mark.parametrize("out_dtype", [None, torch.float32])
 @pytest.mark.parametrize(("inputs", "outputs"), [(32, 1), (96, 65), (256, 96), (1000, 8)])
 @pytest.mark.parametrize("rows", [r.rows for r in ROWS])
@@ -107,7 +112,7 @@ def test_packed(
     y = linear(x, weight, out_dtype)
     assert y.dtype == (out_dtype or x.dtype)
     want, size = exact(entering(x, kind), quant.values(weight, torch.float32))
-    assert_close("linear", y, want, size)
+    assert_close(rule(kind, device), y, want, size)
 
 
 @pytest.mark.parametrize("kind", PACKED)
@@ -141,7 +146,7 @@ def test_grouped_packed(device: torch.device, kind: str, rows: int, outputs: int
     x = torch.randn(rows, 3, 144, device=device).bfloat16()[..., 16:]
     weight = packed(kind, outputs, 128, device, 3)
     want, size = exact(entering(x, kind).transpose(0, 1), quant.values(weight, torch.float32))
-    assert_close("linear", grouped_linear(x, weight), want.transpose(0, 1), size.transpose(0, 1))
+    assert_close(rule(kind, device), grouped_linear(x, weight), want.transpose(0, 1), size.transpose(0, 1))
 
 
 @pytest.mark.parametrize("kind", ["blocks", "rows", "values", "wide"])
@@ -163,7 +168,7 @@ def test_poisoned_memory(device: torch.device, kind: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch, "empty", poisoned)
     y = linear(x, weight)
     monkeypatch.undo()
-    assert_close("linear", y, want, size)
+    assert_close(rule(kind, device), y, want, size)
 
 
 @pytest.mark.gpu

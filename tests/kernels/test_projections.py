@@ -83,14 +83,21 @@ def output_one_by_one(
     return gemm.linear(on_grid(u.flatten(1), one_scale), wo_b)
 
 
-def assert_nearly_all(got: Tensor, want: Tensor) -> None:
-    """At most 1 value in 50 differs, and none by more than an eighth, the FP8 grid's step, of its row's largest."""
+def assert_nearly_all(got: Tensor, want: Tensor, one_scale: bool = False) -> None:
+    """No value differs by more than an eighth, the FP8 grid's step, of its row's largest, and at most 1 in 50 at all.
+
+    FP8 products on a GPU add up with about 13 bits. In every row that moves a few codes of the next product's input,
+    and each of them moves all results a little: there a row's difference is at most 1 % of the row.
+    """
     assert got.shape == want.shape
     assert got.dtype == want.dtype
     if got.numel():
-        size = want.float().abs().amax(-1, keepdim=True)
-        assert ((got.float() - want.float()).abs() <= size / 8).all()
-        assert (got != want).float().mean() <= 0.02
+        got, want = got.float(), want.float()
+        assert ((got - want).abs() <= want.abs().amax(-1, keepdim=True) / 8).all()
+        if one_scale and got.is_cuda:
+            assert ((got - want).norm(dim=-1) <= 0.01 * want.norm(dim=-1)).all()
+        else:
+            assert (got != want).float().mean() <= 0.02
 
 
 @pytest.fixture
@@ -130,7 +137,7 @@ def check_inputs(sizes: Sizes, rows: int, kind: str, one_scale: bool, device: to
     with backends.reference():
         wanted = inputs_one_by_one(*arguments)
     for got, want in zip(taken, wanted, strict=True):
-        assert_nearly_all(got, want)
+        assert_nearly_all(got, want, one_scale)
 
 
 def check_output(
@@ -145,7 +152,7 @@ def check_output(
     taken = fused.attention_output(*arguments)
     assert taken is not None
     with backends.reference():
-        assert_nearly_all(taken, output_one_by_one(*arguments))
+        assert_nearly_all(taken, output_one_by_one(*arguments), one_scale)
 
 
 @pytest.mark.parametrize(("kind", "one_scale"), PROFILES)

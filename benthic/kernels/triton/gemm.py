@@ -87,10 +87,22 @@ def _multiply(weight, x, acc, KIND: tl.constexpr):
         return tl.dot(e4m3_value(weight), tl.trans(e4m3_value(x)), acc)
     if KIND == "wide" or INTERPRETED:  # the interpreter multiplies no bf16
         return tl.dot(widen(weight), tl.trans(widen(x)), acc, input_precision="ieee")
-    elif KIND == "rows":  # FP8 instructions keep few bits of a long sum: move it to f32 every 128 columns
+    elif KIND == "rows":  # FP8 instructions keep 13 bits of a sum: it moves to f32 every 128 columns
         return tl.dot(weight, tl.trans(x), acc, max_num_imprecise_acc=128)
     else:
         return tl.dot(weight, tl.trans(x), acc)
+
+
+@triton.jit
+def _finished(acc):
+    """acc, looked at: the matrix instructions behind it must have ended.
+
+    They read the weight from registers, and the compiler lets those of the next step be written while the last
+    instructions of this one still run.
+    """
+    if INTERPRETED:
+        return acc
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -150,6 +162,8 @@ def _slice(
             weight = dequantise(weight, scales)
             s_at += BLOCK_K // 32
         acc = _multiply(weight, values, acc, KIND)
+        if KIND == "blocks":
+            acc = _finished(acc)
         if not BULK:
             w += BLOCK_K
             x += BLOCK_K
@@ -380,6 +394,8 @@ SPAN = 16  # tiles of x that programs which run together share
 MULTIPROCESSORS = 132
 LIBRARY_ROWS = {"blocks": 2048, "values": 256, "rows": 192, "wide": 1 << 62}  # from here on the vendor's library
 SCRATCH = 1 << 26  # weights written out at a time, at most
+
+torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # the library, too, adds up in f32
 
 
 def _tile(
@@ -652,7 +668,7 @@ def _library(x: Tensor | Carried, weight: quant.Matrix, out_dtype: torch.dtype, 
         if isinstance(x, Carried):
             assert isinstance(part, quant.RowMatrix)
             scales = x.scales[:, group : group + 1].contiguous(), part.scales[None, :]
-            torch._scaled_mm(here, part.codes.t(), *scales, out_dtype=out_dtype, use_fast_accum=True, out=y[group])
+            torch._scaled_mm(here, part.codes.t(), *scales, out_dtype=out_dtype, use_fast_accum=False, out=y[group])
         elif isinstance(part, Tensor):
             _multiply_into(here, part, y[group])
         else:
