@@ -35,7 +35,7 @@ test-oracles: $(ORACLES)/.done
 	$(ORACLES)/bin/python -m pytest -q -m oracles tests/oracles_public
 
 test-gpu: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -m gpu
+	$(BIN)/python -m pytest -q -rs -m gpu
 
 bench: $(VENV)/.runtime
 	$(BIN)/benthic bench step --model minnow --device cpu --json

@@ -37,6 +37,7 @@ from benthic.errors import (
     MissingCheckpointFile,
 )
 from benthic.kernels.native import build as native
+from benthic.kernels.triton import runtime as triton
 from benthic.models.registry import family
 from benthic.models.weights import Checkpoint
 from benthic.text.prompt import ChatEncoder, Prompt
@@ -677,7 +678,7 @@ def _capture(runner: Runner) -> bool:
 
 def _device(name: str) -> torch.device:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -686,6 +687,8 @@ def _device(name: str) -> torch.device:
         raise DeviceUnavailable(name, "want cpu or cuda")
     if device.type == "cuda" and (device.index or 0) >= (torch.cuda.device_count() if torch.cuda.is_available() else 0):
         raise DeviceUnavailable(name, f"{torch.cuda.device_count()} CUDA devices are here")
+    if device.type == "cuda" and not triton.available():  # plain torch would give the answers, a hundred times slower
+        raise DeviceUnavailable(name, "the GPU kernels need triton: pip install 'benthic[gpu]'")
     return device
 
 
