@@ -374,7 +374,7 @@ def run(options: Options, say: Callable[[str], None] = lambda _: None) -> dict[s
             "steps": steps,
             "prefill": prefill,
             "left_out": left_out,
-            "measures": measures(steps, prefill),
+            "measures": measures(steps, prefill, targets=not options.tiny),
         }
         | ({"skew_error": failed["error"]} if failed else {})
     )
@@ -487,14 +487,14 @@ def describe(rank: Rank) -> dict[str, Any]:
     }
 
 
-def measures(steps: Sequence[dict[str, Any]], prefill: dict[str, Any]) -> list[Measure]:
-    """The numbers with a target, and the other steps' times."""
+def measures(steps: Sequence[dict[str, Any]], prefill: dict[str, Any], targets: bool) -> list[Measure]:
+    """The numbers with a target, and the other steps' times. targets: the model is one that has them."""
     found: list[Measure] = []
     for step in steps:
         if "error" in step:
             continue
         name = f"step, {step['rows']} rows at {short(step['context'])}"
-        wanted = step["rows"] in (64, 384)
+        wanted = targets and step["rows"] in (64, 384)
         floor = step["floor_ms"]
         found.append(
             Measure(
@@ -506,7 +506,7 @@ def measures(steps: Sequence[dict[str, Any]], prefill: dict[str, Any]) -> list[M
                 better="less",
             )
         )
-        if step["rows_a_request"] == DRAFTED and step["requests"] == 64:
+        if targets and step["rows_a_request"] == DRAFTED and step["requests"] == 64:
             for key, unit, target in (
                 ("tokens_per_second", "tokens/s", RATE_TARGET),
                 ("tokens_per_second_a_user", "tokens/s a user", USER_TARGET),
@@ -523,7 +523,7 @@ def measures(steps: Sequence[dict[str, Any]], prefill: dict[str, Any]) -> list[M
                     value=part["tokens_per_second"],
                     unit="tokens/s",
                     estimate=prefill["tokens"] / part["floor_seconds"],
-                    target=PREFILL_TARGET if way == "encoder" else None,
+                    target=PREFILL_TARGET if targets and way == "encoder" else None,
                     better="more",
                 )
             )

@@ -319,3 +319,17 @@ def test_without_a_gpu() -> None:
 def test_time_that_kernels_cover() -> None:
     assert covered([]) == 0
     assert covered([(5, 6), (0, 2), (1, 3), (1, 2)]) == pytest.approx(4)
+
+
+def test_targets() -> None:
+    step = {"rows": 384, "context": 4096, "step_ms": 20.0, "floor_ms": 16.0, "rows_a_request": 6, "requests": 64}
+    step |= {"tokens_per_second": 5600.0, "tokens_per_second_a_user": 87.5}
+    prefill = {"tokens": 32768, "encoder": {"tokens_per_second": 21000.0, "floor_seconds": 1.0}}
+    found = rank.measures([step], prefill, targets=True)
+    assert [(m["value"], m.get("target")) for m in found] == [
+        (20.0, 24.0),
+        (5600.0, 5000.0),
+        (87.5, 80.0),
+        (21000.0, 20000.0),
+    ]
+    assert all(m.get("target") is None for m in rank.measures([step], prefill, targets=False))
