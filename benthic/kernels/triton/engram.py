@@ -16,7 +16,7 @@ GATHERED = 16  # rows of the table, a program
 GROUP: tl.constexpr = tl.constexpr(32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _ngram_rows(
     ids_ptr,
     multipliers_ptr,
@@ -69,7 +69,7 @@ def ngram_rows(ids: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tensor
     return rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _table_rows(
     codes_ptr,
     scales_ptr,

@@ -54,7 +54,7 @@ def _once(x, dtype: tl.constexpr):
     return y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _enter(
     s_ptr,
     out_ptr,
@@ -226,7 +226,7 @@ def _row_weights(
     tl.store(comb_ptr + row * (S * S) + square, c)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _finish(
     products_ptr,
     squares_ptr,

@@ -15,7 +15,7 @@ from benthic.kernels.triton.quant import FLOATS, narrow, widen
 from benthic.kernels.triton.runtime import available as available
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm(
     x_ptr,
     weight_ptr,

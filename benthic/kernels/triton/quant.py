@@ -270,7 +270,7 @@ def _group_offsets(groups, per_row, row_stride, GROUP: tl.constexpr, BLOCK: tl.c
     return group, first[:, None] + tl.arange(0, GROUP)[None, :], live
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups"])
 def _roundtrip(x_ptr, y_ptr, groups, per_row, row_stride, KIND: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
     group, at, live = _group_offsets(groups, per_row, row_stride, GROUP, BLOCK)
     x = widen(tl.load(x_ptr + at, mask=live[:, None], other=0.0))
@@ -284,7 +284,7 @@ def _roundtrip(x_ptr, y_ptr, groups, per_row, row_stride, KIND: tl.constexpr, GR
     tl.store(y_ptr + to, narrow(y, y_ptr.dtype.element_ty), mask=live[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups"])
 def _quantise(
     x_ptr,
     codes_ptr,
@@ -316,7 +316,7 @@ def _quantise(
     tl.store(scales_ptr + group, scale, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups"])
 def _dequantise_fp8(codes_ptr, scales_ptr, y_ptr, groups, GROUP: tl.constexpr, BLOCK: tl.constexpr):
     group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = group < groups

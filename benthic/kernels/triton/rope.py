@@ -63,7 +63,7 @@ def rotate_pairs(x, cos, sin):
     return tl.reshape(turned, x.shape)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rotate(
     x_ptr,
     positions_ptr,

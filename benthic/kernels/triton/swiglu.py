@@ -40,7 +40,7 @@ def gated(gate, up, limit, LIMITED: tl.constexpr):
     return silu(gate) * up
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _swiglu(
     gate_ptr,
     up_ptr,
