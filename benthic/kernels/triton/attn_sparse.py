@@ -149,7 +149,7 @@ def _take(q, keys, live, m, total, acc, scale, ROUND: tl.constexpr):
     return peak, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["spans", "span_tiles"])
 def _attend(
     q_ptr,  # [T, H, WIDTH]
     kw_ptr,  # [N, WIDTH]
@@ -163,7 +163,7 @@ def _attend(
     records_ptr,  # [T, listed]
     sink_ptr,
     out_ptr,  # [T, H, WIDTH]
-    part_ptr,  # [T, SPANS, H, WIDTH] f32, peaks and sums [T, SPANS, H] f32
+    part_ptr,  # [T, spans, H, WIDTH] f32, peaks and sums [T, spans, H] f32
     peaks_ptr,
     sums_ptr,
     heads,
@@ -175,6 +175,8 @@ def _attend(
     pool_record,
     listed,
     scale,
+    spans,
+    span_tiles,
     WIDTH: tl.constexpr,
     M: tl.constexpr,
     TILE: tl.constexpr,
@@ -184,13 +186,12 @@ def _attend(
     POOL: tl.constexpr,
     RING_ALIGN: tl.constexpr,
     POOL_ALIGN: tl.constexpr,
-    SPANS: tl.constexpr,
-    SPAN_TILES: tl.constexpr,
+    WHOLE: tl.constexpr,  # one span
     ROUND: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    t = tl.program_id(0).to(tl.int64) // SPANS
-    span = tl.program_id(0) % SPANS
+    t = tl.program_id(0).to(tl.int64) // spans
+    span = tl.program_id(0) % spans
     head = tl.program_id(1) * M + tl.arange(0, M)
     channel = tl.arange(0, WIDTH)
     slot_of_tile = tl.arange(0, TILE)
@@ -216,8 +217,8 @@ def _attend(
         slot = tl.load(slots_ptr + t)
     WINDOW_TILES: tl.constexpr = (WINDOW + TILE - 1) // TILE
     tiles = tl.cdiv(count, TILE).to(tl.int32)
-    begin = span * SPAN_TILES
-    for tile in range(_bound(begin), _bound(tl.minimum(begin + SPAN_TILES, tiles))):
+    begin = span * span_tiles
+    for tile in range(_bound(begin), _bound(tl.minimum(begin + span_tiles, tiles))):
         place = tile * TILE + slot_of_tile
         live = place < count
         own = live & (place >= stored)
@@ -234,7 +235,7 @@ def _attend(
 
     if POOL != "none":
         begin = tl.maximum(begin - WINDOW_TILES, 0)
-        end = tl.minimum((span + 1) * SPAN_TILES - WINDOW_TILES, tl.cdiv(listed, TILE))
+        end = tl.minimum((span + 1) * span_tiles - WINDOW_TILES, tl.cdiv(listed, TILE))
         for tile in range(_bound(begin), _bound(end)):
             place = tile * TILE + slot_of_tile
             record = tl.load(records_ptr + t * listed + place, mask=place < listed, other=-1).to(tl.int64)
@@ -250,12 +251,12 @@ def _attend(
                     keys = _float_keys(pool_ptr, at, live, WIDTH, DTYPE)
                 m, total, acc = _take(q, keys, live, m, total, acc, log_scale, ROUND)
 
-    if SPANS == 1:
+    if WHOLE:
         sink = tl.load(sink_ptr + head, mask=head < heads, other=0.0).to(tl.float32)
         acc = acc / (total + tl.exp2(tl.minimum(sink * _LOG2E - m, 126.0)))[:, None]
         tl.store(out_ptr + q_at, narrow(acc, out_ptr.dtype.element_ty), mask=(head < heads)[:, None])
     else:
-        part = (t * SPANS + span) * heads + head
+        part = (t * spans + span) * heads + head
         tl.store(part_ptr + part[:, None] * WIDTH + channel[None, :], acc, mask=(head < heads)[:, None])
         tl.store(peaks_ptr + part, m, mask=head < heads)
         tl.store(sums_ptr + part, total, mask=head < heads)
@@ -427,10 +428,11 @@ def _launch(
             pool_at,
             listed,
             scale,
+            count,
+            triton.cdiv(tiles, count),
             WINDOW=window,
             ENTRY_BITS=0 if paged is None else paged.entries.bit_length() - 1,
-            SPANS=count,
-            SPAN_TILES=triton.cdiv(tiles, count),
+            WHOLE=count == 1,
             ROUND=round_probs,
             num_warps=8,
         )
@@ -450,6 +452,8 @@ def _launch(
             0 if stored is None else stored.record,
             listed,
             scale,
+            count,
+            triton.cdiv(tiles, count) if ring is not None else 1 << 20,
             WIDTH=width,
             M=block,
             TILE=tile,
@@ -459,8 +463,7 @@ def _launch(
             POOL=forms[1] if listed else "none",
             RING_ALIGN=1 if kept is None else kept.align,
             POOL_ALIGN=1 if stored is None else stored.align,
-            SPANS=count,
-            SPAN_TILES=triton.cdiv(tiles, count) if ring is not None else 1 << 20,
+            WHOLE=count == 1,
             ROUND=round_probs,
             DTYPE=tl.float32 if wide else tl.bfloat16,
             num_warps=8 if block * width >= 16384 else 4,

@@ -65,6 +65,15 @@ _PAIRS: gl.constexpr = gl.constexpr(  # pairs of bf16 [PART, 256]
         [32, 256],
     )
 )
+_UNPACKED: gl.constexpr = gl.constexpr(  # the same, as they come from `_CODES`
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 128]],
+        [*_RECORDS, [0, 16], [0, 32]],
+        [[8, 0], [16, 0], [0, 64]],
+        [],
+        [32, 256],
+    )
+)
 _ROWS: gl.constexpr = gl.constexpr(
     gl.BlockedLayout([1, 8], [1, 32], [4, 2], [1, 0])
 )  # bf16 [64, 512], 16 bytes a thread
@@ -184,11 +193,16 @@ def _ordered(x, OUT: gl.constexpr):
 
 
 @gluon.jit
-def _ask(words_ptr, records_ptr, left, offset, stride, PLACE: gl.constexpr, ENTRY_BITS: gl.constexpr):
-    """Codes [PART, 64] and scales, two in 16 bits [PART, 16], of records PLACE .. of a list; zeros from `left` on."""
+def _find(records_ptr, left, PLACE: gl.constexpr):
+    """Ids PLACE .. PLACE + PART - 1 of a list; -1 from `left` on."""
     at = PLACE + gl.arange(0, 32, layout=gl.SliceLayout(1, _CODES))
-    live = at < left
-    record = gl.load(records_ptr + at, mask=live, other=0)
+    return gl.load(records_ptr + at, mask=at < left, other=-1)
+
+
+@gluon.jit
+def _ask(words_ptr, record, offset, stride, ENTRY_BITS: gl.constexpr):
+    """Codes [PART, 64] and scales, two in 16 bits [PART, 16], of records; zeros where the id is -1."""
+    live = record >= 0
     start = (record >> ENTRY_BITS).to(gl.int64) * stride + ((record & ((1 << ENTRY_BITS) - 1)) * 72 + offset)
     start = gl.multiple_of(start, 4)
     word = gl.arange(0, 64, layout=gl.SliceLayout(0, _CODES))
@@ -204,7 +218,7 @@ def _ask(words_ptr, records_ptr, left, offset, stride, PLACE: gl.constexpr, ENTR
 
 @gluon.jit
 def _unpack(codes, scales):
-    """What `_ask` gave -> pairs of bf16 [PART, 256]."""
+    """What `_ask` gave -> pairs of bf16 [PART, 256] in `_UNPACKED`."""
     low, high = gl.inline_asm_elementwise(
         _SPREAD_E4M3, "=&r,=&r,h", [scales], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
@@ -214,7 +228,7 @@ def _unpack(codes, scales):
     a, b, c, d = gl.inline_asm_elementwise(
         _UNPACK_E2M1, "=&r,=&r,=&r,=&r,r,r", [codes, spread], dtype=(gl.int32,) * 4, is_pure=True, pack=1
     )
-    return _four(a, b, c, d)
+    return gl.convert_layout(_four(a, b, c, d), _UNPACKED, assert_trivial=True)
 
 
 @gluon.jit
@@ -292,7 +306,7 @@ def _multiply(probs, rests, keys, acc, PLACE: gl.constexpr, ROUND: gl.constexpr)
     return acc
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["spans", "span_tiles"])
 def attend(
     q_ptr,  # [T, H, 512] bf16
     kw_ptr,  # [T, 256] pairs of bf16
@@ -306,7 +320,7 @@ def attend(
     records_ptr,
     sink_ptr,
     out_ptr,
-    part_ptr,  # [T, SPANS, H, 512] f32, peaks and sums [T, SPANS, H] f32
+    part_ptr,  # [T, spans, H, 512] f32, peaks and sums [T, spans, H] f32
     peaks_ptr,
     sums_ptr,
     heads,
@@ -316,14 +330,18 @@ def attend(
     pool_offset,
     listed,
     scale,
+    spans,
+    span_tiles,
     WINDOW: gl.constexpr,
     ENTRY_BITS: gl.constexpr,
-    SPANS: gl.constexpr,
-    SPAN_TILES: gl.constexpr,
+    WHOLE: gl.constexpr,  # one span
     ROUND: gl.constexpr,
 ):
-    t = gl.program_id(0) // SPANS
-    span = gl.program_id(0) % SPANS
+    t = gl.program_id(0)
+    begin = t * 0
+    if not WHOLE:
+        begin = t % spans * span_tiles
+        t = t // spans
     head = gl.program_id(1) * 64
 
     row = t.to(gl.int64) * heads + head
@@ -353,9 +371,8 @@ def attend(
     key_pairs = keys._reinterpret(gl.int32, [128, 256], _SHARED_PAIRS)
     probs = gl.allocate_shared_memory(gl.bfloat16, [64, 128], _SHARED)
     rests = probs if ROUND else gl.allocate_shared_memory(gl.bfloat16, [64, 128], _SHARED)
-    begin = span * SPAN_TILES
-    last = gl.minimum(begin + SPAN_TILES, 1 + gl.cdiv(end, 128))
-    if SPANS == 1:
+    last = gl.minimum(begin + span_tiles, 1 + gl.cdiv(end, 128))
+    if WHOLE:
         _fill_window(key_pairs, kw_ptr, ring_words_ptr, ring_bytes_ptr, stored, count, base, oldest, slot_at, ring_rows)
     else:
         if begin == 0:
@@ -364,10 +381,10 @@ def attend(
             )
         elif begin < last:
             here, left = records_ptr + (begin * 128 - 128), end - (begin * 128 - 128)
-            c0, s0 = _ask(pool_ptr, here, left, pool_offset, pool_stride, 0, ENTRY_BITS)
-            c1, s1 = _ask(pool_ptr, here, left, pool_offset, pool_stride, 32, ENTRY_BITS)
-            c2, s2 = _ask(pool_ptr, here, left, pool_offset, pool_stride, 64, ENTRY_BITS)
-            c3, s3 = _ask(pool_ptr, here, left, pool_offset, pool_stride, 96, ENTRY_BITS)
+            c0, s0 = _ask(pool_ptr, _find(here, left, 0), pool_offset, pool_stride, ENTRY_BITS)
+            c1, s1 = _ask(pool_ptr, _find(here, left, 32), pool_offset, pool_stride, ENTRY_BITS)
+            c2, s2 = _ask(pool_ptr, _find(here, left, 64), pool_offset, pool_stride, ENTRY_BITS)
+            c3, s3 = _ask(pool_ptr, _find(here, left, 96), pool_offset, pool_stride, ENTRY_BITS)
             key_pairs.slice(0, 32).store(_unpack(c0, s0))
             key_pairs.slice(32, 32).store(_unpack(c1, s1))
             key_pairs.slice(64, 32).store(_unpack(c2, s2))
@@ -388,8 +405,11 @@ def attend(
         scores = gl.full([64, 128], 0.0, gl.float32, layout=_SCORES)
         scores = warpgroup_mma(q_shared, keys.permute((1, 0)), scores, use_acc=False, is_async=True)
         # the next keys' bytes travel while the scores are computed
-        here, left = records_ptr + tile * 128, gl.where(tile + 1 < last, end - tile * 128, 0)
-        c0, s0 = _ask(pool_ptr, here, left, pool_offset, pool_stride, 0, ENTRY_BITS)
+        more = tile + 1 < last
+        here, left = records_ptr + tile * 128, gl.where(more, end - tile * 128, 0)
+        r0, r1 = _find(here, left, 0), _find(here, left, 32)
+        r2, r3 = _find(here, left, 64), _find(here, left, 96)
+        c0, s0 = _ask(pool_ptr, r0, pool_offset, pool_stride, ENTRY_BITS)
         scores = warpgroup_mma_wait(0, deps=[scores])
         scores = gl.where((column < live)[None, :], scores, -float("inf"))
         higher = gl.maximum(peak, gl.max(scores, axis=1) * log_scale)
@@ -411,24 +431,28 @@ def attend(
         acc = _multiply(probs, rests, keys, acc, 32, ROUND)
         acc = _multiply(probs, rests, keys, acc, 64, ROUND)
         acc = _multiply(probs, rests, keys, acc, 96, ROUND)
-        c1, s1 = _ask(pool_ptr, here, left, pool_offset, pool_stride, 32, ENTRY_BITS)
-        c2, s2 = _ask(pool_ptr, here, left, pool_offset, pool_stride, 64, ENTRY_BITS)
-        c3, s3 = _ask(pool_ptr, here, left, pool_offset, pool_stride, 96, ENTRY_BITS)
-        # each quarter's successor is unpacked while it is multiplied, and stored when all warps are through with it
+        c1, s1 = _ask(pool_ptr, r1, pool_offset, pool_stride, ENTRY_BITS)
+        c2, s2 = _ask(pool_ptr, r2, pool_offset, pool_stride, ENTRY_BITS)
+        part = gl.full([32, 256], 0, gl.int32, layout=_UNPACKED)
+        if more:
+            part = _unpack(c0, s0)
         EACH: gl.constexpr = 1 if ROUND else 2
-        part = _unpack(c0, s0)
         acc = warpgroup_mma_wait(3 * EACH, deps=[acc])
         gl.thread_barrier()
         key_pairs.slice(0, 32).store(part)
-        part = _unpack(c1, s1)
+        c3, s3 = _ask(pool_ptr, r3, pool_offset, pool_stride, ENTRY_BITS)
+        if more:
+            part = _unpack(c1, s1)
         acc = warpgroup_mma_wait(2 * EACH, deps=[acc])
         gl.thread_barrier()
         key_pairs.slice(32, 32).store(part)
-        part = _unpack(c2, s2)
+        if more:
+            part = _unpack(c2, s2)
         acc = warpgroup_mma_wait(EACH, deps=[acc])
         gl.thread_barrier()
         key_pairs.slice(64, 32).store(part)
-        part = _unpack(c3, s3)
+        if more:
+            part = _unpack(c3, s3)
         acc = warpgroup_mma_wait(0, deps=[acc])
         gl.thread_barrier()
         key_pairs.slice(96, 32).store(part)
@@ -439,13 +463,13 @@ def attend(
     total = gl.convert_layout(gl.sum(gl.sum(sums, axis=2), axis=1), lines)
     peak = gl.convert_layout(peak, lines)
     line = gl.arange(0, 64, layout=lines)
-    if SPANS == 1:
+    if WHOLE:
         sink = gl.load(sink_ptr + head + line).to(gl.float32)
         total += gl.exp2(gl.minimum(sink * _LOG2E - peak, 126.0))
         q_shared.store((acc * (256.0 / total)[:, None]).to(gl.bfloat16))
         gl.store(out_ptr + row * 512 + q_at, _ordered(q_shared.load(_ROWS), True))
     else:
-        part = (t.to(gl.int64) * SPANS + span) * heads + head
+        part = gl.program_id(0).to(gl.int64) * heads + head
         to = line[:, None] * 512 + gl.arange(0, 512, layout=gl.SliceLayout(0, _VALUES))[None, :]
         gl.store(part_ptr + part * 512 + to, acc * 256.0)
         gl.store(peaks_ptr + part + line, peak)
