@@ -121,7 +121,8 @@ def _slice(
     row,
     column,
     x_first,
-    step,
+    part,
+    slices,
     steps,
     K,
     KIND: tl.constexpr,
@@ -131,10 +132,11 @@ def _slice(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """`steps` times BLOCK_K columns of the product, from column step * BLOCK_K on: f32 [BLOCK_N, BLOCK_M].
+    """Slice `part` of `slices`, which share `steps` times BLOCK_K columns: f32 [BLOCK_N, BLOCK_M].
 
     x, w, s_at  pointers to the tiles at column 0; with BULK x and w are descriptors and row, column, x_first say where.
     """
+    step = part * steps // slices
     first = step * BLOCK_K
     if KIND == "blocks":
         s_at += step * (BLOCK_K // 32)
@@ -142,7 +144,7 @@ def _slice(
         x += first
         w += first
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for index in range(_count(steps)):
+    for index in range(_count((part + 1) * steps // slices - step)):
         k = first + index * BLOCK_K
         if BULK:
             weight = w.load([column, k])
@@ -184,7 +186,7 @@ def turn_rows(y, first, positions, freqs_ptr, head_width, PAIRS: tl.constexpr):
     return tl.reshape(tl.permute(turned, (0, 2, 1)), y.shape)
 
 
-@triton.jit(do_not_specialize=["M", "group_width", "slices", "slice_steps", "head_width"])
+@triton.jit(do_not_specialize=["M", "group_width", "slices", "steps", "head_width"])
 def _product(
     x,  # [M, ..], rows x_stride apart; group g of the weight's rows reads K columns from g * x_group_stride on
     x_scales_ptr,  # [M, groups] f32, of "rows"
@@ -202,7 +204,7 @@ def _product(
     group_width,  # rows of the weight a group has
     scale_stride,
     slices,
-    slice_steps,
+    steps,  # of BLOCK_K columns, in all
     head_width,
     KIND: tl.constexpr,
     EVEN: tl.constexpr,  # K is a whole number of BLOCK_K
@@ -227,13 +229,13 @@ def _product(
     column = tile // height * BLOCK_N
     part = tl.program_id(1)
     group = column // group_width
-    step = 0 if WHOLE else part * slice_steps
 
     rows, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
     source, target = tl.minimum(rows, M - 1).to(tl.int64), tl.minimum(columns, N - 1).to(tl.int64)
     if PDL:  # the weight does not come from the kernel before: fetch it while that one ends
         LINE: tl.constexpr = 1024 // ahead_ptr.dtype.element_ty.primitive_bitwidth
-        at = (target * K)[:, None] + step * BLOCK_K + (tl.arange(0, 8) * LINE)[None, :]
+        first = part * steps // slices * BLOCK_K
+        at = (target * K)[:, None] + first + (tl.arange(0, 8) * LINE)[None, :]
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ahead_ptr + at], tl.int32, is_pure=False, pack=1
         )
@@ -260,8 +262,9 @@ def _product(
                 row,
                 column,
                 x_first,
-                index * slice_steps,
-                slice_steps,
+                index,
+                slices,
+                steps,
                 K,
                 KIND,
                 EVEN,
@@ -272,7 +275,7 @@ def _product(
             )
     else:
         acc = _slice(
-            x, w, s_at, row, column, x_first, step, slice_steps, K, KIND, EVEN, BULK, BLOCK_M, BLOCK_N, BLOCK_K
+            x, w, s_at, row, column, x_first, part, slices, steps, K, KIND, EVEN, BULK, BLOCK_M, BLOCK_N, BLOCK_K
         )
     if KIND == "rows":
         acc *= tl.load(w_scales_ptr + target)[:, None]
@@ -392,6 +395,8 @@ def carried(x, byte):
 
 SPAN = 16  # tiles of x that programs which run together share
 MULTIPROCESSORS = 132
+BYTE_US, OPERATION_US = 1 / 31e3, 1 / 4.5e6  # of one multiprocessor
+ADDING_US = 1 / 5e6  # a byte of slices written or read
 LIBRARY_ROWS = {"blocks": 2048, "values": 256, "rows": 192, "wide": 1 << 62}  # from here on the vendor's library
 SCRATCH = 1 << 26  # weights written out at a time, at most
 
@@ -472,7 +477,7 @@ def launch() -> dict[str, bool]:
 class _Plan(NamedTuple):
     config: tuning.Config
     slices: int
-    steps: int  # of BLOCK_K columns, a slice
+    steps: int  # of BLOCK_K columns, in all
     whole: bool  # one program goes through all slices
 
 
@@ -491,13 +496,24 @@ def _plan(kind: str, rows: int, n: int, k: int) -> _Plan:
 
 
 def _slices(config: tuning.Config, rows: int, n: int, k: int) -> tuple[int, int]:
-    """How many slices K is cut into, all of the same number of steps, and that number."""
-    steps = triton.cdiv(k, config["BLOCK_K"])
-    tiles = triton.cdiv(n, config["BLOCK_N"]) * triton.cdiv(rows, config["BLOCK_M"])
-    wanted = min(MULTIPROCESSORS * config["programs"] / tiles, 16 if rows <= 32 else 10 if rows <= 64 else 4)
-    choices = [slices for slices in range(1, max(steps // 2, 1) + 1) if steps % slices == 0]
-    slices = min(choices, key=lambda count: max(count / wanted, wanted / count))
-    return slices, steps // slices
+    """How many slices K is cut into, and how many steps of BLOCK_K columns there are.
+
+    The slices are what a simple model finds fastest. A step takes its bytes or its operations, with all
+    multiprocessors at work; a program begins with two steps' latency; several slices are written, read and added up by
+    a kernel of its own.
+    """
+    tile_m, tile_n, tile_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
+    steps = triton.cdiv(k, tile_k)
+    tiles = triton.cdiv(n, tile_n) * triton.cdiv(rows, tile_m)
+    at_once = MULTIPROCESSORS * config["programs"]
+    step = max((tile_n + tile_m) * tile_k * BYTE_US, 2 * tile_m * tile_n * tile_k * OPERATION_US) * config["programs"]
+
+    def microseconds(slices: int) -> float:
+        waves = triton.cdiv(tiles * slices, at_once)
+        adding = 2.0 + 8 * slices * rows * n * ADDING_US if slices > 1 else 0.0
+        return waves * (triton.cdiv(steps, slices) + 2) * step + adding
+
+    return min(range(1, min(max(steps // 2, 1), 16) + 1), key=microseconds), steps
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
