@@ -1,0 +1,225 @@
+"""Triton kernels compiled for SM90 at the release's sizes, on a machine without a GPU: nothing spills, no block wants
+more shared memory than there is, and what multiplies matrices does so with warp-group instructions.
+
+pytest's own process interprets Triton, so the compiling is done by this file as a script, in processes of their own:
+
+    python tests/kernels/test_offline.py linear "linear head" --invariant      ops, or beginnings of cases' names
+
+prints one JSON line a kernel. Cases are those of `benthic bench kernel`; operands are never touched.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SHARED_MOST = 232448  # bytes of shared memory that a block may have on SM90
+PRODUCTS = {  # ops that multiply matrices: of each case one kernel must do so with warp-group instructions
+    "linear",
+    "grouped_linear",
+    "attention_inputs",
+    "attention_output",
+    "attend",
+    "select_records",
+    "compress_store",
+    "route",
+    "experts",
+    "moe",
+}
+QUICK = ("rms_norm 64", "linear wqkv_a 1792x5120 M=16")
+GROUPS = (  # what one process compiles
+    ("rms_norm", "rotate", "roundtrip_fp8", "ring_write", "table_rows", "engram_gate", "hyper_read"),
+    ("linear", "grouped_linear"),
+    ("linear", "grouped_linear", "--invariant"),
+    ("attention_inputs", "attention_output"),
+    ("attention_inputs", "attention_output", "--invariant"),
+    ("attend", "compress_store"),
+    ("select_records",),
+    ("route", "experts"),
+    ("moe",),
+    ("sample_rows",),
+)
+
+
+# ---- the child: compile ----------------------------------------------------------------------------------------------
+
+
+def compiled(names: list[str]) -> Iterator[dict[str, Any]]:
+    """The kernels of each case whose op is named, or whose name begins so."""
+    from benthic.kernels.triton import runtime, tuning
+
+    runtime.available = lambda: True  # before any module of kernels takes it
+    tuning.device_name = lambda: "nvidia-h200"
+
+    import torch
+
+    from benthic.bench.cases import RELEASE, Cases
+    from benthic.bench.operands import Operands
+    from benthic.cache.spec import CacheSpec
+    from benthic.cache.storage import Storage
+    from benthic.kernels import backends, quant
+    from benthic.testing.offline import compiling
+
+    class Untouched(Operands):
+        """Memory of the right shape. Integers have values, since they may be read."""
+
+        def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype)
+
+        def rows(self, count: int, width: int) -> torch.Tensor:
+            return torch.empty(count, width, dtype=torch.bfloat16)
+
+        def random_bytes(self, *shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.uint8)
+
+        fp4_scales = random_bytes
+
+        def fp8_codes(self, *shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=quant.E4M3)
+
+        def storage(
+            self, spec: CacheSpec, num_blocks: int, num_slots: int, rollback: int, table_blocks: int | None = None
+        ) -> Storage:
+            return Storage(spec, num_blocks, num_slots, self.device, rollback=rollback, table_blocks=table_blocks)
+
+    class OnDevice(Cases):
+        """Weights as a GPU holds them."""
+
+        def rows(self, rows: int, width: int, fast: bool) -> torch.Tensor:
+            return self.make.rows(rows, width)
+
+        def matrix(self, n: int, k: int, fast: bool) -> quant.Matrix:
+            codes = self.make.fp8_codes(n, k)
+            blocks = self.make.random_bytes(-(-n // 32), -(-k // 32))
+            return quant.RowMatrix(codes, torch.empty(n)) if fast else quant.Fp8Matrix(codes, blocks)
+
+        def expert_weights(self, fast: bool, backend: str | None = None) -> tuple[Any, Any]:
+            c, hopper = self.c, import_module("benthic.kernels.triton.moe_experts_hopper")
+            # packed weights are made where there is a GPU; elsewhere the op takes them by what they are
+            import_module("benthic.kernels.triton.moe_experts")._hopper = lambda: hopper
+
+            def packed(n: int, k: int) -> Any:
+                shape = (c.n_routed_experts, n, k)
+                groups = shape[0] * n * (k // 128)
+                words = torch.empty(groups // 2, 32, dtype=torch.int32)
+                return hopper.Packed(shape, words, torch.empty(groups, dtype=torch.int32), torch.empty(shape[:2]), fast)
+
+            inner, hidden = c.moe_intermediate_size, c.hidden_size
+            return packed(2 * inner, hidden), packed(hidden, inner)
+
+    sizes = replace(
+        RELEASE,
+        rows=(16, 64, 384, 4096),
+        small_rows=(64, 4096),
+        moe_rows=(8, 64, 2048),
+        contexts=((131072, 64, 1), (131072, 64, 6), (1048448, 4, 1)),
+        attend=((64, 1), (64, 6)),
+        head_rows=(64,),
+        pool_blocks=65,
+        table_rows=4096,
+    )
+    cpu = torch.device("cpu")
+    cases = OnDevice(sizes, cpu, 0)
+    cases.make = Untouched(cpu, 0)
+    mode = backends.invariant() if "--invariant" in names else nullcontext()
+    with torch.inference_mode(), backends.use("triton"), mode:
+        for case in cases.all():
+            if not any(case.op == name or case.name.startswith(name) for name in names):
+                continue
+            if case.op not in backends.SERVES["triton"] and case.op in backends.FILES:
+                continue
+            about = {"op": case.op, "case": case.name}
+            try:
+                with compiling() as kernels:
+                    case.build()()
+            except Exception as error:
+                yield about | {"error": f"{type(error).__name__}: {error}"[:500]}
+                continue
+            if not kernels:
+                yield about | {"error": "no kernel was launched"}
+            for kernel in kernels:
+                yield about | {key: value for key, value in kernel._asdict().items() if key != "asm"}
+
+
+# ---- the tests -------------------------------------------------------------------------------------------------------
+
+
+def compile_there(*names: str) -> list[dict[str, Any]]:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, __file__, *names],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env=environment | {"PYTHONPATH": str(root)},
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def faults(kernels: list[dict[str, Any]]) -> list[str]:
+    """What is wrong, a line each."""
+    found: list[str] = []
+    for kernel in kernels:
+        if "error" in kernel:
+            found.append(f"{kernel['case']}: {kernel['error']}")
+            continue
+        name = f"{kernel['case']}: {kernel['name']}"
+        if kernel["stack_bytes"]:
+            found.append(f"{name} keeps {kernel['stack_bytes']} bytes a thread in memory")
+        if kernel["shared_bytes"] > SHARED_MOST:
+            found.append(f"{name} wants {kernel['shared_bytes']} bytes of shared memory")
+    whole = [kernel for kernel in kernels if "error" not in kernel and kernel["op"] in PRODUCTS]
+    with_products = {kernel["case"] for kernel in whole if kernel["wgmma"]}
+    for case in {kernel["case"]: None for kernel in whole if kernel["case"] not in with_products}:
+        found.append(f"{case} has no warp-group product")
+    return found
+
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+
+@needs_triton
+def test_two_kernels() -> None:
+    kernels = compile_there(*QUICK)
+    assert {kernel["case"] for kernel in kernels} == {
+        "rms_norm 64x1280",
+        "linear wqkv_a 1792x5120 M=16",
+        "linear wqkv_a 1792x5120 M=16, fast",
+    }
+    assert faults(kernels) == []
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("group", GROUPS, ids=" ".join)
+def test_kernels(group: tuple[str, ...]) -> None:
+    found = faults(compile_there(*group))
+    assert not found, "\n".join(found)
+
+
+def test_faults_are_seen() -> None:
+    good = {"op": "linear", "case": "a", "name": "_product", "stack_bytes": 0, "shared_bytes": SHARED_MOST, "wgmma": 4}
+    other = good | {"op": "rms_norm", "case": "b", "wgmma": 0}
+    sums = good | {"name": "_sum_parts", "wgmma": 0}
+    assert faults([good, sums, other]) == []
+    assert faults([good | {"stack_bytes": 8}]) == ["a: _product keeps 8 bytes a thread in memory"]
+    assert faults([other | {"shared_bytes": SHARED_MOST + 1}]) == ["b: _product wants 232449 bytes of shared memory"]
+    assert faults([sums, sums, other]) == ["a has no warp-group product"]
+    assert faults([{"op": "moe", "case": "c", "error": "KeyError: 1"}]) == ["c: KeyError: 1"]
+
+
+if __name__ == "__main__":
+    for line in compiled(sys.argv[1:]):
+        print(json.dumps(line), flush=True)
