@@ -77,6 +77,9 @@ SERVES: dict[str, frozenset[str]] = {  # backend -> ops it has
             "grouped_linear",
             "attention_inputs",
             "attention_output",
+            "route",
+            "experts",
+            "moe",
             "sample_rows",
         }
     ),

@@ -1,0 +1,824 @@
+"""The two products of the routed experts on Hopper, from FP4 weights in an order of their own.
+
+    packed     what `pack` makes of an `Fp4Matrix`, once, when it is loaded: 0.53 bytes a weight, as before
+    product    rows grouped by expert times their expert's matrix, streamed once
+
+A weight is unpacked in the registers where the matrix instruction wants it, four to eight codes an instruction, so that
+neither shared memory nor a shuffle stands between the load and the product. Weight rows are the 64 rows of the
+instruction, tokens its columns. In Triton's explicit dialect (Gluon):
+
+    copies        bring 128 columns of weights, scales and rows at a time into a ring in shared memory, in bulk
+    warpgroups    unpack 64 of the columns while the 64 before are multiplied
+    a program     goes from one piece of work (128 or 256 weight rows, one tile of rows, all of K) to the next, and
+                  the copies run ahead over that border
+
+Sums run along K in one order whatever the tile, so a row's bits do not depend on the number of rows (but on PROMOTE).
+
+Issue slots a weight, of about 3.7 that there are at full bandwidth: exact 2.8 (0.9 of them on the integer pipe, which
+has 1.8), carried 2.0, all of the loop counted.
+
+Two forms of one weight, by what the rows are:
+
+    exact      rows bf16. A code lies in a bf16 register so that it reads as the number times 2^-126, subnormal or not;
+               one multiplication by 2^(126 + its group's scale below the row's largest) makes it exact.
+    carried    rows E4M3 against one scale a row (`quant.carry`), weights too. A group's scale below the row's picks a
+               table of the 8 magnitudes as E4M3 bytes, and a byte permutation looks 4 of them up.
+
+E experts, N weight rows, K columns, R rows (pairs of a token and a slot, sorted by expert).
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from benthic.kernels import backends, quant
+from benthic.kernels.triton import tuning
+from benthic.kernels.triton.gemm import launch
+from benthic.kernels.triton.quant import carry_byte, e8m0_value
+from benthic.kernels.triton.swiglu import gated
+
+# ---- packing ---------------------------------------------------------------------------------------------------------
+
+BLOCK = 128  # weight rows, and columns, that lie together
+
+# Of a row's 128 columns in a block, thread q of the four that share the row in a matrix instruction has 32 codes: four
+# words of 8. Blocks are [128 rows, 4 threads, 4 words], block after block along K, then along N, then over experts.
+
+
+class Packed(NamedTuple):
+    """A stack of expert matrices, packed."""
+
+    shape: torch.Size  # of the values: [E, N, K]
+    words: Tensor  # [E * N/128 * K/128 * 64, 32] int32
+    scales: Tensor  # [E * N/128 * K/128 * 128] int32, four bytes a row and block
+    base: Tensor  # [E, N] f32, a power of two a row
+    carried: bool
+
+
+# Exact: 8 pairs of codes in two words a, b. A pair belongs at bits 15 (sign) and 8..6 (magnitude) of both halves of a
+# register. Rotated, three pairs find room in a word; what a and b have left, put together, holds the other two.
+_KEPT = 0x81C081C0
+_TURNS = (0, 10, 6)  # left rotation of a word that brings a pair to its place
+_REST = 0x0C180C18  # bits of a word that no such pair takes; b's go two places higher
+_REST_TURNS = (12, 2)  # of both words' rest, merged
+
+
+def rotate_left(x: Tensor, by: int) -> Tensor:
+    """32-bit words in int64."""
+    return ((x << by) | (x >> (32 - by))) & 0xFFFFFFFF if by else x
+
+
+def _pack_exact(codes: Tensor) -> Tensor:
+    """codes [..., 8 steps, 2, 2 halves] int64, what a thread has of 128 columns -> words [..., 4]."""
+    size, sign = codes & 7, codes >> 3
+    placed = (size << 6) | (sign << 15)
+    pairs = (placed[..., 0] | (placed[..., 1] << 16)).unflatten(-2, (2, 4)).flatten(-2)  # [..., 2, 8]
+    words = []
+    for half in range(2):
+        pair = pairs[..., half, :]
+        word = [torch.zeros_like(pair[..., 0]) for _ in range(2)]
+        for at in range(6):
+            word[at // 3] |= rotate_left(pair[..., at], 32 - _TURNS[at % 3])
+        rest = torch.zeros_like(word[0])
+        for at in range(2):
+            rest |= rotate_left(pair[..., 6 + at], 32 - _REST_TURNS[at])
+        word[0] |= rest & _REST
+        word[1] |= rotate_left(rest & ~_REST, 30)
+        words += word
+    return torch.stack(words, -1)
+
+
+def _pack_carried(codes: Tensor) -> Tensor:
+    """codes [..., 8, 4] int64, what a thread has of 128 columns -> words [..., 4].
+
+    A word has two groups of four: magnitudes in bits 2..0 of its nibbles, group after group; signs in their bits 3, the
+    first group's in the odd nibbles.
+    """
+    size, sign = codes & 7, codes >> 3
+    at = torch.arange(4, device=codes.device)
+    low = ((size << (4 * at)) | (sign << (8 * at + 7))).sum(-1)  # [..., 8]
+    high = ((size << (4 * at + 16)) | (sign << (8 * at + 3))).sum(-1)
+    return low[..., 0::2] | high[..., 1::2]
+
+
+def magnitudes(carried_scale: Tensor) -> Tensor:
+    """Exponents of groups' scales over their row's [...] -> E4M3 codes of 0 .5 1 1.5 2 3 4 6 [..., 8] uint8."""
+    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=carried_scale.device)
+    values = (sizes * torch.exp2(carried_scale[..., None].float())).clamp(max=quant.FP8_MAX)
+    return values.to(quant.E4M3).view(torch.uint8)
+
+
+TOP, TABLES = 9, 24  # largest exponent there is, and how many below it until all is zero
+
+
+@cache
+def tables(device: torch.device) -> Tensor:
+    """[24] int64: the tables of the exponents 9, 8, ... as bytes, magnitude 0 lowest."""
+    return magnitudes(TOP - torch.arange(TABLES, device=device)).view(torch.int64).squeeze(-1)
+
+
+def columns(carried: bool, device: torch.device | None = None) -> Tensor:
+    """[128] int64: the column that each place of a block of K holds; rows of a product are in this order."""
+    if not carried:
+        return torch.arange(BLOCK, device=device)
+    return torch.arange(BLOCK, device=device).view(4, 8, 4).transpose(0, 1).flatten()
+
+
+def interleave(inner: int, device: torch.device | None = None) -> Tensor:
+    """[2*I] int64: 8 gate rows, then the 8 up rows of the same channels, and so on; both are then in one thread."""
+    rows = torch.arange(2 * inner, device=device).view(2, inner // 8, 8)
+    return rows.transpose(0, 1).flatten()
+
+
+def pack(weight: quant.Fp4Matrix, carried: bool, rows: Tensor | None = None) -> Packed:
+    """Reorder a stack [E, N, K], N and K multiples of 128.
+
+    rows     [N] int64, order of the weight rows; None: as they are.
+    carried  for rows with one scale each, else for bf16 rows.
+    Cost     a few passes over one expert at a time.
+    """
+    experts, n, k = weight.shape
+    assert n % BLOCK == 0, f"{n} weight rows are no blocks of {BLOCK}"
+    assert k % BLOCK == 0, f"{k} columns are no blocks of {BLOCK}"
+    device = weight.codes.device
+    words = torch.empty((experts, n // BLOCK, k // BLOCK, BLOCK, 16), dtype=torch.int32, device=device)
+    scales = torch.empty((experts, n // BLOCK, k // BLOCK, BLOCK, 4), dtype=torch.uint8, device=device)
+    base = torch.empty((experts, n), dtype=torch.float32, device=device)
+    order = torch.arange(n, device=device) if rows is None else rows
+    for e in range(experts):
+        codes = quant.unpack_nibbles(weight.codes[e][order])  # [N, K]
+        bytes_ = weight.scales[e][order].int()  # [N, K/32]
+        blocks = codes.view(n // BLOCK, BLOCK, k // BLOCK, BLOCK).transpose(1, 2).long()
+        if carried:
+            row = quant.carry(
+                quant.dequantise_weight_fp4(weight.codes[e][order], weight.scales[e][order], torch.float32)
+            )[1]
+            exponent = torch.frexp(row)[1] - 1
+            packed = _pack_carried(blocks.unflatten(-1, (4, 8, 4)))
+            offset = (TOP - (bytes_ - 127 - exponent[:, None])).clamp(0, TABLES - 1)
+        else:
+            row = quant.e8m0_value(bytes_.amax(-1).to(torch.uint8))
+            # thread q has columns 16 j + 2 q + (0, 1, 8, 9) of a block
+            packed = _pack_exact(blocks.unflatten(-1, (8, 2, 4, 2)).movedim(-2, -4))
+            offset = (253 - (bytes_.amax(-1, keepdim=True) - bytes_)).clamp(min=0)
+        words[e] = (packed.flatten(-2) & 0xFFFFFFFF).to(torch.int64).view(torch.int32)[..., ::2]
+        scales[e] = offset.view(n // BLOCK, BLOCK, k // BLOCK, 4).transpose(1, 2).to(torch.uint8)
+        base[e] = row.masked_fill((bytes_ == 255).any(-1), torch.nan)
+    return Packed(weight.shape, words.view(-1, 32), scales.view(torch.int32).view(-1), base, carried)
+
+
+# ---- unpacking -------------------------------------------------------------------------------------------------------
+
+
+def _exact_text(half: int) -> str:
+    """Words $8..$11 of a thread's row and block, scales $12 -> 8 registers of two bf16, of columns 64*half and on."""
+    a, b = f"${8 + 2 * half}", f"${9 + 2 * half}"
+    lines = [".reg .b32 unit, other, rest, t;"]
+    for name, group in (("unit", 2 * half), ("other", 2 * half + 1)):
+        lines += [f"prmt.b32 {name}, $12, 0, 0x4{group}4{group};", f"shl.b32 {name}, {name}, 7;"]
+    lines += ["shl.b32 t, " + b + ", 2;", f"lop3.b32 rest, {a}, t, {_REST:#x}, 0xe4;"]
+    for pair in range(8):
+        source = a if pair < 3 else b if pair < 6 else "rest"
+        turn = _TURNS[pair % 3] if pair < 6 else _REST_TURNS[pair - 6]
+        if turn > 6:
+            lines.append(f"shf.l.wrap.b32 t, {source}, {source}, {turn};")
+        elif turn:
+            lines.append(f"shl.b32 t, {source}, {turn};")
+        lines.append(f"and.b32 t, {'t' if turn else source}, {_KEPT:#x};")
+        lines.append(f"mul.rn.bf16x2 ${pair}, t, {'unit' if pair < 4 else 'other'};")
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+def _carried_text(half: int) -> str:
+    """Words $4..$7, table $8 (low half) and $12 -> 4 registers of four E4M3, of places 64*half and on."""
+    lines = [".reg .b32 m, t;"]
+    for word in range(2):
+        w = f"${4 + 2 * half + word}"
+        lines += [
+            f"and.b32 m, {w}, 0x77777777;",
+            "prmt.b32 t, $8, $12, m;",
+            f"lop3.b32 ${2 * word}, t, {w}, 0x80808080, 0xf8;",
+            "shr.u32 m, m, 16;",
+            "prmt.b32 m, $8, $12, m;",
+            f"shl.b32 t, {w}, 4;",
+            f"lop3.b32 ${2 * word + 1}, m, t, 0x80808080, 0xf8;",
+        ]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+_EXACT: gl.constexpr = gl.constexpr((_exact_text(0), _exact_text(1)))
+_CARRIED: gl.constexpr = gl.constexpr((_carried_text(0), _carried_text(1)))
+_EXACT_ARGS: gl.constexpr = gl.constexpr(",".join(["=r"] * 8 + ["r"] * 8))
+_CARRIED_ARGS: gl.constexpr = gl.constexpr(",".join(["=r"] * 4 + ["r"] * 12))
+
+_WORDS_SHARED: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))  # two rows' words a line
+_SCALES_SHARED: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout(0, 32, rank=1))
+
+
+# Who has what of HEIGHT weight rows: lane = 4 * (row % 8) + thread of the row, warp = row // 16 as far as there are
+# warps, registers the rest.
+
+
+@gluon.constexpr_function
+def _rows(height, warps):
+    """Row numbers that the bits of register, lane and warp stand for."""
+    in_warps = [16 << i for i in range(warps.bit_length() - 1)]
+    return [8] + [row for row in (64, 128) if 16 * warps <= row < height], [1, 2, 4], in_warps
+
+
+@gluon.constexpr_function
+def _words_layout(height, warps):
+    """[row, word]"""
+    registers, lanes, in_warps = _rows(height, warps)
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], *([row, 0] for row in registers)],
+        [[0, 4], [0, 8], *([row, 0] for row in lanes)],
+        [[row, 0] for row in in_warps],
+        [],
+        [height, 16],
+    )
+
+
+@gluon.constexpr_function
+def _lines_layout(height, warps):
+    """[row // 2, row % 2 and word]"""
+    registers, lanes, in_warps = _rows(height, warps)
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], *([row // 2, 0] for row in registers)],
+        [[0, 4], [0, 8], [0, 16], *([row // 2, 0] for row in lanes[1:])],
+        [[row // 2, 0] for row in in_warps],
+        [],
+        [height // 2, 32],
+    )
+
+
+@gluon.constexpr_function
+def _fours_layout(height, warps):
+    """[row, thread of the row, word of the thread]"""
+    registers, lanes, in_warps = _rows(height, warps)
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], *([row, 0, 0] for row in registers)],
+        [[0, 1, 0], [0, 2, 0], *([row, 0, 0] for row in lanes)],
+        [[row, 0, 0] for row in in_warps],
+        [],
+        [height, 4, 4],
+    )
+
+
+@gluon.jit
+def _unpack(weights, HALF: gl.constexpr, FORM: gl.constexpr):
+    """What `_weights` gives -> [N, 64] E4M3 or bf16, K in the order of `columns`."""
+    words, low, high = weights
+    height: gl.constexpr = words.shape[0]
+    if not (FORM & CARRIED):
+        part = gl.inline_asm_elementwise(
+            _EXACT[HALF], _EXACT_ARGS, [words, low], dtype=(gl.bfloat16,) * 4, is_pure=False, pack=4
+        )
+        a = gl.join(gl.join(part[0], part[1]), gl.join(part[2], part[3]))
+        a = gl.permute(gl.reshape(a, (height, 4, 2, 2, 2, 2)), (0, 5, 4, 2, 1, 3))
+    else:
+        part = gl.inline_asm_elementwise(
+            _CARRIED[HALF], _CARRIED_ARGS, [words, low, high], dtype=(gl.float8e4nv,) * 4, is_pure=False, pack=4
+        )
+        a = gl.join(gl.join(part[0], part[1]), gl.join(part[2], part[3]))
+        a = gl.permute(a, (0, 3, 2, 1))
+    return gl.reshape(a, (height, 64))
+
+
+# ---- the product -----------------------------------------------------------------------------------------------------
+
+
+# What a product does, as bits of FORM
+CARRIED: gl.constexpr = gl.constexpr(1)
+PROMOTE: gl.constexpr = gl.constexpr(2)  # the FP8 unit keeps few bits of a long sum: move it to f32 block by block
+FIRST: gl.constexpr = gl.constexpr(4)  # gate and up rows meet in the activation
+LIMITED: gl.constexpr = gl.constexpr(8)
+ROUND: gl.constexpr = gl.constexpr(16)
+EARLY: gl.constexpr = gl.constexpr(32)  # started while the kernel before still runs
+
+
+@gluon.jit
+def _wait(FORM: gl.constexpr):
+    """What the kernels before have written is there; and the next kernel may start, which relies on that."""
+    if FORM & EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@gluon.jit
+def _piece(tiles_ptr, piece, COLUMNS, BLOCKS):
+    """First block of a piece's weights, its first row."""
+    at = tiles_ptr + piece // COLUMNS * 4
+    return (gl.load(at) * COLUMNS + piece % COLUMNS) * BLOCKS, gl.load(at + 1)
+
+
+@gluon.jit
+def _fetch_weights(rings, bar, descs, stage, block, K_BLOCKS, live):
+    """One thread asks for a block of words and scales; the barrier then also waits for the rows."""
+    words_ring, scales_ring, _ = rings
+    words_desc, scales_desc, x_desc = descs
+    parts: gl.constexpr = words_ring.shape[1] // 64
+    weight_bytes: gl.constexpr = words_desc.block_type.nbytes + scales_desc.block_type.nbytes
+    x_bytes: gl.constexpr = x_desc.block_type.nbytes
+    mbarrier.expect(bar, parts * weight_bytes + x_bytes, pred=live)
+    for part in gl.static_range(parts):
+        at = block + part * K_BLOCKS
+        words = words_ring.index(stage).slice(part * 64, 64)
+        tma.async_copy_global_to_shared(words_desc, [at * 64, 0], bar, words, pred=live)
+        scales = scales_ring.index(stage).slice(part * 128, 128)
+        tma.async_copy_global_to_shared(scales_desc, [at * 128], bar, scales, pred=live)
+
+
+@gluon.jit
+def _fetch_rows(rings, bar, descs, stage, row, k, live):
+    tma.async_copy_global_to_shared(descs[2], [row, k * 128], bar, rings[2].index(stage), pred=live)
+
+
+@gluon.jit
+def _producer(rings, bars, descs, tiles_ptr, count_ptr, sizes, STAGES: gl.constexpr, FORM: gl.constexpr):
+    """Brings block after block of K for piece after piece. Weights of the first ones come before the rows are there."""
+    full, empty = bars
+    columns, K_BLOCKS, N = sizes
+    blocks = K_BLOCKS * (N // columns // 128)
+    pieces = gl.load(count_ptr) * columns
+    first = gl.program_id(0)
+    ahead = 0
+    if FORM & EARLY:  # noqa: SIM102, known when compiled
+        if first < pieces:
+            ahead = gl.minimum(STAGES, K_BLOCKS)
+            block, row = _piece(tiles_ptr, first, columns, blocks)
+            for k in range(ahead):
+                _fetch_weights(rings, full.index(k), descs, k, block + k, K_BLOCKS, True)
+    _wait(FORM)
+    stage = 0
+    phase = 1
+    for piece in range(first, pieces, gl.num_programs(0)):
+        block, row = _piece(tiles_ptr, piece, columns, blocks)
+        for k in range(K_BLOCKS):
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), phase)
+            _fetch_weights(rings, bar, descs, stage, block + k, K_BLOCKS, ahead <= 0)
+            _fetch_rows(rings, bar, descs, stage, row, k, True)
+            ahead -= 1
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+
+
+@gluon.jit
+def _weights(lines, scales, tables_ptr, FORM: gl.constexpr):
+    """A block's words and scales in shared memory -> what `_unpack` takes."""
+    height: gl.constexpr = scales.shape[0]
+    warps: gl.constexpr = gl.num_warps()
+    layout: gl.constexpr = _words_layout(height, warps)
+    words = gl.reshape(lines.load(_lines_layout(height, warps)), (height, 16))
+    words = gl.convert_layout(words, layout, assert_trivial=True)
+    if FORM & CARRIED:
+        fours: gl.constexpr = _fours_layout(height, warps)
+        threads: gl.constexpr = gl.SliceLayout(2, fours)
+        offsets = gl.expand_dims(scales.load(gl.SliceLayout(1, threads)), 1)
+        index = (offsets >> gl.expand_dims(8 * gl.arange(0, 4, gl.SliceLayout(0, threads)), 0)) & 31
+        table = gl.expand_dims(gl.load(tables_ptr + index), 2)
+        table = gl.broadcast(table, gl.full((height, 4, 4), 0, gl.int64, fours))[0]
+        table = gl.convert_layout(gl.reshape(table, (height, 16)), layout, assert_trivial=True)
+        return words, table.to(gl.int32), (table >> 32).to(gl.int32)
+    else:
+        units = gl.expand_dims(scales.load(gl.SliceLayout(1, layout)), 1)
+        units = gl.broadcast(units, words)[0]
+        return words, units, units
+
+
+@gluon.jit
+def _half(acc, total, weights, x, HALF: gl.constexpr, FORM: gl.constexpr):
+    """Unpacks half a block and begins its product; the one before is done then, the one of two before is waited for."""
+    deep: gl.constexpr = 32 if FORM & CARRIED else 16
+    layout: gl.constexpr = gl.DotOperandLayout(0, total.type.layout, deep // 8)
+    a = gl.convert_layout(_unpack(weights, HALF, FORM), layout, assert_trivial=True)
+    b = x.slice(64 * HALF, 64, 1).permute((1, 0))
+    if (FORM & PROMOTE) and HALF == 0:
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        total = warpgroup_mma_wait(0, deps=(total + acc,))  # added before the next product begins
+        return warpgroup_mma(a, b, acc, use_acc=False, is_async=True), total
+    else:
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+        return warpgroup_mma_wait(1, deps=(acc,)), total
+
+
+@gluon.jit
+def _consumer(
+    rings,
+    bars,
+    sources,
+    outs,
+    sizes,
+    limit,
+    PART: gl.constexpr,  # which 64 rows of a piece
+    FORM: gl.constexpr,
+):
+    words_ring, scales_ring, x_ring = rings
+    full, empty = bars
+    columns, K_BLOCKS, N = sizes
+    parts: gl.constexpr = scales_ring.shape[1] // 64
+    STAGES: gl.constexpr = x_ring.shape[0]
+    ROWS: gl.constexpr = x_ring.shape[1]
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32 if FORM & CARRIED else 16])
+    _wait(FORM)
+    pieces = gl.load(sources[1]) * columns
+    stage = 0
+    phase = 0
+    before = STAGES - 1
+    for piece in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        acc = gl.full((64, ROWS), 0.0, gl.float32, sums)
+        total = gl.full((64, ROWS), 0.0, gl.float32, sums)
+        for k in range(K_BLOCKS):
+            mbarrier.wait(full.index(stage), phase)
+            lines = words_ring.index(stage).slice(PART * 32, 32)
+            scales = scales_ring.index(stage).slice(PART * 64, 64)
+            weights = _weights(lines, scales, sources[2], FORM)
+            acc, total = _half(acc, total, weights, x_ring.index(stage), 0, FORM)
+            mbarrier.arrive(empty.index(before), count=1, pred=k > 0)
+            acc, total = _half(acc, total, weights, x_ring.index(stage), 1, FORM)
+            before = stage
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index(before), count=1)
+        if FORM & PROMOTE:
+            acc += total
+        _finish(acc, piece // columns, piece % columns * parts + PART, sources, outs, N, limit, FORM)
+
+
+@gluon.jit
+def _ring_product(
+    words_desc,
+    scales_desc,
+    x_desc,
+    tiles_ptr,  # [capacity, 4] int32: expert, first row, number of rows
+    count_ptr,  # [1] int32: tiles in use
+    tables_ptr,  # [24] int64
+    base_ptr,  # [E, N] f32
+    row_scales_ptr,  # [R] f32
+    pair_weights_ptr,  # [R] f32
+    out_ptr,
+    out_scales_ptr,
+    limit,
+    N,
+    K_BLOCKS,
+    HEIGHT: gl.constexpr,  # weight rows of a piece
+    ROWS: gl.constexpr,  # rows of a tile
+    STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    FORM: gl.constexpr,
+):
+    """One warp copies, two warpgroups multiply."""
+    words_ring = gl.allocate_shared_memory(gl.int32, [STAGES, HEIGHT // 2, 32], words_desc.layout)
+    scales_ring = gl.allocate_shared_memory(gl.int32, [STAGES, HEIGHT], scales_desc.layout)
+    x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, 128], x_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    rings = (words_ring, scales_ring, x_ring)
+    bars = (full, empty)
+    descs = (words_desc, scales_desc, x_desc)
+    sources = (tiles_ptr, count_ptr, tables_ptr, base_ptr, row_scales_ptr, pair_weights_ptr)
+    outs = (out_ptr, out_scales_ptr)
+    sizes = (N // HEIGHT, K_BLOCKS, N)
+    gl.static_assert(HEIGHT == 128)
+    gl.warp_specialize(
+        [
+            (_consumer, (rings, bars, sources, outs, sizes, limit, 0, FORM)),
+            (_consumer, (rings, bars, sources, outs, sizes, limit, 1, FORM)),
+            (_producer, (rings, bars, descs, tiles_ptr, count_ptr, sizes, STAGES, FORM)),
+        ],
+        [4, 1],
+        [REGISTERS, REGISTERS],
+    )
+
+
+@gluon.jit
+def _solo_product(
+    words_desc,
+    scales_desc,
+    x_desc,
+    tiles_ptr,
+    count_ptr,
+    tables_ptr,
+    base_ptr,
+    row_scales_ptr,
+    pair_weights_ptr,
+    out_ptr,
+    out_scales_ptr,
+    limit,
+    N,
+    K_BLOCKS,
+    HEIGHT: gl.constexpr,
+    ROWS: gl.constexpr,
+    STAGES: gl.constexpr,
+    FORM: gl.constexpr,
+):
+    """All warps multiply, each having all registers; one of their threads copies. Arguments as `_ring_product`."""
+    words_ring = gl.allocate_shared_memory(gl.int32, [STAGES, HEIGHT // 2, 32], words_desc.layout)
+    scales_ring = gl.allocate_shared_memory(gl.int32, [STAGES, HEIGHT], scales_desc.layout)
+    x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, 128], x_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+    rings = (words_ring, scales_ring, x_ring)
+    descs = (words_desc, scales_desc, x_desc)
+    sources = (tiles_ptr, count_ptr, tables_ptr, base_ptr, row_scales_ptr, pair_weights_ptr)
+    outs = (out_ptr, out_scales_ptr)
+    sums: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [gl.num_warps(), 1], [16, ROWS, 32 if FORM & CARRIED else 16]
+    )
+    _wait(FORM)
+    columns = N // HEIGHT
+    blocks = K_BLOCKS * (HEIGHT // 128)
+    pieces = gl.load(count_ptr) * columns
+    step = gl.num_programs(0)
+
+    # what is asked for runs STAGES - 1 blocks ahead of what is multiplied
+    ask = gl.program_id(0)
+    ask_k = 0
+    ask_block, ask_row = _piece(tiles_ptr, gl.minimum(ask, pieces - 1), columns, blocks)
+    for stage in gl.static_range(STAGES - 1):
+        _fetch_weights(rings, full.index(stage), descs, stage, ask_block + ask_k, K_BLOCKS, ask < pieces)
+        _fetch_rows(rings, full.index(stage), descs, stage, ask_row, ask_k, ask < pieces)
+        ask_k += 1
+        if ask_k == K_BLOCKS:
+            ask_k = 0
+            ask += step
+            ask_block, ask_row = _piece(tiles_ptr, gl.minimum(ask, pieces - 1), columns, blocks)
+    stage = 0
+    phase = 0
+    before = STAGES - 1
+    for piece in range(gl.program_id(0), pieces, step):
+        acc = gl.full((HEIGHT, ROWS), 0.0, gl.float32, sums)
+        total = gl.full((HEIGHT, ROWS), 0.0, gl.float32, sums)
+        for _ in range(K_BLOCKS):
+            mbarrier.wait(full.index(stage), phase)
+            weights = _weights(words_ring.index(stage), scales_ring.index(stage), tables_ptr, FORM)
+            acc, total = _half(acc, total, weights, x_ring.index(stage), 0, FORM)
+            gl.thread_barrier()
+            _fetch_weights(rings, full.index(before), descs, before, ask_block + ask_k, K_BLOCKS, ask < pieces)
+            _fetch_rows(rings, full.index(before), descs, before, ask_row, ask_k, ask < pieces)
+            ask_k += 1
+            if ask_k == K_BLOCKS:
+                ask_k = 0
+                ask += step
+                ask_block, ask_row = _piece(tiles_ptr, gl.minimum(ask, pieces - 1), columns, blocks)
+            acc, total = _half(acc, total, weights, x_ring.index(stage), 1, FORM)
+            before = stage
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        if FORM & PROMOTE:
+            acc += total
+        _finish(acc, piece // columns, piece % columns, sources, outs, N, limit, FORM)
+
+
+# ---- what is done with sums ------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _finish(acc, tile, part, sources, outs, N, limit, FORM: gl.constexpr):
+    """Sums [H, tokens] of weight rows H*part .. and a tile's rows -> what is stored."""
+    tiles_ptr, _, _, base_ptr, row_scales_ptr, _ = sources
+    sums: gl.constexpr = acc.type.layout
+    height: gl.constexpr = acc.shape[0]
+    tokens: gl.constexpr = acc.shape[1]
+    expert = gl.load(tiles_ptr + tile * 4)
+    row = gl.load(tiles_ptr + tile * 4 + 1)
+    count = gl.load(tiles_ptr + tile * 4 + 2)
+    channel = gl.arange(0, height, gl.SliceLayout(1, sums))
+    acc *= gl.expand_dims(gl.load(base_ptr + expert.to(gl.int64) * N + part * height + channel), 1)
+    if FORM & CARRIED:
+        token = gl.arange(0, tokens, gl.SliceLayout(0, sums))
+        acc *= gl.expand_dims(gl.load(row_scales_ptr + row + token, mask=token < count, other=0.0), 0)
+    if FORM & FIRST:
+        if tokens > 64:  # in two parts, for want of registers
+            halves = gl.permute(gl.reshape(acc, (height, 2, tokens // 2)), (0, 2, 1))
+            left, right = gl.split(halves)
+            _activate(left, row, count, part, sources, outs, N, limit, FORM)
+            _activate(right, row + tokens // 2, count - tokens // 2, part, sources, outs, N, limit, FORM)
+        else:
+            _activate(acc, row, count, part, sources, outs, N, limit, FORM)
+    else:
+        _store(acc.to(gl.bfloat16), row, count, outs[0], part, N)
+
+
+@gluon.jit
+def _activate(acc, row, count, part, sources, outs, N, limit, FORM: gl.constexpr):
+    """Gate and up rows -> clamped SwiGLU times the pair's weight, on the FP8 grid, 32 channels a group."""
+    out_ptr, out_scales_ptr = outs
+    height: gl.constexpr = acc.shape[0]
+    tokens: gl.constexpr = acc.shape[1]
+    groups: gl.constexpr = height // 64
+    rounded = acc.to(gl.bfloat16).to(gl.float32)
+    both = gl.permute(gl.reshape(rounded, (height // 16, 2, 8, tokens)), (0, 2, 3, 1))
+    gate, up = gl.split(both)
+    gate, up = gl.reshape(gate, (groups, 32, tokens)), gl.reshape(up, (groups, 32, tokens))
+    token = gl.arange(0, tokens, gl.SliceLayout(0, gl.SliceLayout(0, gate.type.layout)))
+    weight = gl.load(sources[5] + row + token, mask=token < count, other=0.0)
+    y = gated(gate, up, limit, FORM & LIMITED) * gl.expand_dims(gl.expand_dims(weight, 0), 0)
+    if FORM & ROUND:
+        y = y.to(gl.bfloat16).to(gl.float32)
+    byte = carry_byte(gl.max(y.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=1))  # [groups, tokens]
+    inverse = gl.where(byte == 255, 0x7FC00000, (254 - byte) << 23).to(gl.float32, bitcast=True)
+    codes = (y * gl.expand_dims(inverse, 1)).to(gl.float8e4nv)
+    if FORM & CARRIED:
+        by_token: gl.constexpr = byte.type.layout
+        group = gl.arange(0, groups, gl.SliceLayout(1, by_token))
+        token = gl.arange(0, tokens, gl.SliceLayout(0, by_token))
+        at = (row + token).to(gl.int64) * (N // 64) + part * groups
+        to = out_scales_ptr + gl.expand_dims(at, 0) + gl.expand_dims(group, 1)
+        gl.store(to, byte.to(gl.uint8), mask=gl.expand_dims(token < count, 0))
+        _store(gl.reshape(codes, (height // 2, tokens)), row, count, out_ptr, part, N // 2)
+    else:
+        values = (codes.to(gl.float32) * gl.expand_dims(e8m0_value(byte), 1)).to(gl.bfloat16)
+        _store(gl.reshape(values, (height // 2, tokens)), row, count, out_ptr, part, N // 2)
+
+
+@gluon.jit
+def _store(y, row, count, out_ptr, part, width):
+    """y [channels, tokens] to rows of `width` channels; a thread has 16 bytes of one row."""
+    wide: gl.constexpr = y.shape[0]
+    tokens: gl.constexpr = y.shape[1]
+    many: gl.constexpr = 128 // y.dtype.primitive_bitwidth
+    layout: gl.constexpr = gl.BlockedLayout(
+        [many, 1], [min(wide // many, 32), max(32 * many // wide, 1)], [1, gl.num_warps()], [0, 1]
+    )
+    y = gl.convert_layout(y, layout)
+    channel = gl.arange(0, wide, gl.SliceLayout(1, layout))
+    token = gl.arange(0, tokens, gl.SliceLayout(0, layout))
+    at = (row + token).to(gl.int64) * width + part * wide
+    gl.store(out_ptr + gl.expand_dims(at, 0) + gl.expand_dims(channel, 1), y, mask=gl.expand_dims(token < count, 0))
+
+
+# ---- configurations and launch ---------------------------------------------------------------------------------------
+
+_MULTIPROCESSORS = 132  # where nobody can ask
+
+
+def _ring(rows: int, stages: int) -> tuning.Config:
+    """One program a multiprocessor: two warpgroups multiply 64 weight rows each, one warp copies."""
+    return {
+        "KIND": "ring",
+        "ROWS": rows,
+        "HEIGHT": 128,
+        "STAGES": stages,
+        "PROGRAMS": 1,
+        "PROMOTE": True,
+        "num_warps": 4,
+        "registers": 168,
+    }
+
+
+def _solo(rows: int, height: int, stages: int, programs: int, promote: bool = True, warps: int = 8) -> tuning.Config:
+    """`programs` programs a multiprocessor: all warps multiply, one thread copies."""
+    registers = min(255, 65536 // (programs * warps * 32) // 8 * 8)
+    return {
+        "KIND": "solo",
+        "ROWS": rows,
+        "HEIGHT": height,
+        "STAGES": stages,
+        "PROGRAMS": programs,
+        "PROMOTE": promote,
+        "num_warps": warps,
+        "registers": registers,
+    }
+
+
+CANDIDATES: dict[bool, dict[str, tuning.Config]] = {  # carried -> name -> what `benthic bench tune` tries
+    False: {
+        "ring16": _ring(16, 12),
+        "ring32": _ring(32, 12),
+        "ring64": _ring(64, 8),
+        "ring128": _ring(128, 4),
+        "pair16": _solo(16, 128, 7, 2),
+        "pair32": _solo(32, 128, 6, 2),
+        "pair64": _solo(64, 128, 4, 2),
+        "wide32": _solo(32, 256, 8, 1),
+        "wide64": _solo(64, 256, 6, 1),
+        "wide128": _solo(128, 256, 4, 1),
+    },
+    True: {
+        "ring16": _ring(16, 16),
+        "ring32": _ring(32, 14),
+        "ring64": _ring(64, 12),
+        "pair16": _solo(16, 128, 8, 2),
+        "pair32": _solo(32, 128, 7, 2),
+        "pair64": _solo(64, 128, 6, 2),
+        "wide32": _solo(32, 256, 10, 1),
+        "wide64": _solo(64, 256, 8, 1),
+        "wide128": _solo(128, 256, 6, 1, promote=False),
+    },
+}
+
+
+def default(carried: bool, rows: int, experts: int) -> tuning.Config:
+    """By the rows that an expert gets on average, when `rows` of them fall on `experts`."""
+    each = rows / experts
+    tile = next(height for height, most in ((16, 11), (32, 24), (64, 80), (128, each)) if each <= most)
+    return CANDIDATES[carried][f"{'wide' if tile == 128 else 'ring'}{tile}"]
+
+
+def configs(rows: int, w13: Packed, w2: Packed) -> tuple[tuning.Config, tuning.Config]:
+    """Of both products; they share the height of a tile of rows, ROWS."""
+    experts = w13.shape[0]
+    if backends.is_invariant():
+        rows = experts
+    chosen = []
+    for matrix in (w13, w2):
+        name = "carried" if matrix.carried else "exact"
+        key = "x".join(str(size) for size in matrix.shape)
+        chosen.append(tuning.config(f"experts_{name}", key, rows, default(matrix.carried, rows, experts)))
+    assert chosen[0]["ROWS"] == chosen[1]["ROWS"], "both products share their tiles"
+    return chosen[0], chosen[1]
+
+
+class First(NamedTuple):
+    """What the first product needs for its activation."""
+
+    pair_weights: Tensor  # [R] f32
+    limit: float
+    round_hidden: bool
+
+
+def product(
+    x: Tensor,
+    row_scales: Tensor | None,
+    matrix: Packed,
+    tiles: Tensor,
+    count: Tensor,
+    config: tuning.Config,
+    first: First | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Rows sorted by expert times their expert's matrix.
+
+    x           [R, K] bf16, or E4M3 in the order of `columns` with row_scales [R] f32, as the matrix was packed.
+    tiles       [capacity, 4] int32, and count [1] int32 of them in use: expert, first row, number of rows.
+    first       activate: then the matrix's rows are in the order of `interleave`.
+    returns     [R, N] bf16 and None; activated, on the FP8 grid: [R, N/2] bf16 and None, or its codes E4M3 in the order
+                of channels and [R, N/64] uint8 scales.
+    """
+    _, n, k = matrix.shape
+    pairs, carried = x.shape[0], matrix.carried
+    rows, height = config["ROWS"], config["HEIGHT"]
+    assert n % height == 0, f"{n} weight rows are no tiles of {height}"
+    scales = None
+    if first is None:
+        out = torch.empty((pairs, n), dtype=torch.bfloat16, device=x.device)
+    else:
+        out = torch.empty((pairs, n // 2), dtype=quant.E4M3 if carried else torch.bfloat16, device=x.device)
+        if carried:
+            scales = torch.empty((pairs, n // 64), dtype=torch.uint8, device=x.device)
+    options = launch()
+    x_shared = gl.NVMMASharedLayout(128, 8 if carried else 16, rank=2)
+    unused = matrix.base
+    arguments = (
+        TensorDescriptor.from_tensor(matrix.words, [64, 32], _WORDS_SHARED.value),
+        TensorDescriptor.from_tensor(matrix.scales, [128], _SCALES_SHARED.value),
+        TensorDescriptor.from_tensor(x, [rows, BLOCK], x_shared),
+        tiles,
+        count,
+        tables(x.device) if carried else tiles,
+        matrix.base,
+        row_scales if carried else unused,
+        first.pair_weights if first is not None else unused,
+        out,
+        scales if scales is not None else out,
+        first.limit if first is not None else 0.0,
+        n,
+        k // BLOCK,
+    )
+    form = (CARRIED.value if carried else 0) | (PROMOTE.value if carried and config["PROMOTE"] else 0)
+    if first is not None:
+        form |= FIRST.value | (LIMITED.value if first.limit > 0 else 0) | (ROUND.value if first.round_hidden else 0)
+    form |= EARLY.value if options.pop("PDL") else 0
+    common = {"HEIGHT": height, "ROWS": rows, "STAGES": config["STAGES"], "FORM": form, **options}
+    common |= {"num_warps": config["num_warps"], "maxnreg": config["registers"]}
+    grid = (config["PROGRAMS"] * _multiprocessors(x.device),)
+    if config["KIND"] == "ring":
+        _ring_product[grid](*arguments, REGISTERS=config["registers"], **common)
+    else:
+        _solo_product[grid](*arguments, **common)
+    return out, scales
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _MULTIPROCESSORS
