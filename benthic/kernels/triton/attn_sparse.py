@@ -18,6 +18,7 @@ from torch import Tensor
 
 from benthic.kernels import attn_sparse as plain
 from benthic.kernels import backends, kv_copy
+from benthic.kernels.triton.gemm import launch, start
 from benthic.kernels.triton.quant import INTERPRETED, e2m1_value, e4m3_value, e8m0_value, narrow, widen
 from benthic.kernels.triton.runtime import available as available
 
@@ -189,7 +190,9 @@ def _attend(
     WHOLE: tl.constexpr,  # one span
     ROUND: tl.constexpr,
     DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start(PDL)
     t = tl.program_id(0).to(tl.int64) // spans
     span = tl.program_id(0) % spans
     head = tl.program_id(1) * M + tl.arange(0, M)
@@ -274,11 +277,13 @@ def _merge(
     M: tl.constexpr,
     SPANS: tl.constexpr,
     ORDERED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Spans of a row, first to last, over their common peak; the sink joins the denominator.
 
     ORDERED False: of each eight channels the parts have 0 4 1 5 2 6 3 7.
     """
+    start(PDL)
     t = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * M + tl.arange(0, M)
     live = head < heads
@@ -435,6 +440,7 @@ def _launch(
             WHOLE=count == 1,
             ROUND=round_probs,
             num_warps=8,
+            **launch(),
         )
     else:
         _attend[(total * count, blocks)](
@@ -468,11 +474,23 @@ def _launch(
             DTYPE=tl.float32 if wide else tl.bfloat16,
             num_warps=8 if block * width >= 16384 else 4,
             num_stages=1,
+            **launch(),
         )
     if count > 1:
         most = max(1, 4096 // width)
         _merge[(total, triton.cdiv(heads, most))](
-            part, peaks, sums, sink, out, heads, WIDTH=width, M=most, SPANS=count, ORDERED=not hopper, num_warps=4
+            part,
+            peaks,
+            sums,
+            sink,
+            out,
+            heads,
+            WIDTH=width,
+            M=most,
+            SPANS=count,
+            ORDERED=not hopper,
+            num_warps=4,
+            **launch(),
         )
     return out
 

@@ -11,6 +11,7 @@ Per 128 keys: 2048 + 2048 cycles of products at the full rate, and as many of sh
 1300 instructions, 5 for every four channels that it unpacks from NVFP4. About 900 cycles of softmax stand alone.
 """
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
@@ -336,7 +337,11 @@ def attend(
     ENTRY_BITS: gl.constexpr,
     WHOLE: gl.constexpr,  # one span
     ROUND: gl.constexpr,
+    PDL: gl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     t = gl.program_id(0)
     begin = t * 0
     if not WHOLE:
