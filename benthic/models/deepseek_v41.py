@@ -497,7 +497,8 @@ class DeepseekV41(nn.Module):
         )
         self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps)
         self.head = Linear(text.hidden_size, text.vocab_size, "bf16", numerics, wide=True)
-        self.register_buffer("classes", torch.arange(text.vocab_size) if classes is None else classes, persistent=False)
+        classes = torch.arange(text.vocab_size) if classes is None else classes.to(torch.get_default_device())
+        self.register_buffer("classes", classes, persistent=False)
 
     def forward(self, batch: Batch, memory: Memory, *, taps: bool = False) -> Output:
         text = self.config.text
