@@ -256,6 +256,33 @@ def kernel_errors(products: Sequence[Product]) -> dict[str, dict[str, float]]:
     return found
 
 
+def sum_errors(device: torch.device, seed: int, rows: int, outputs: int, inputs: int) -> dict[str, dict[str, float]]:
+    """How a product of E4M3 values is added up: {"centred", "positive"} -> {way: error}, scales all one.
+
+    Operands are exact in every way, so that only sums are left and, by the vendor's library, the rounding to bfloat16.
+    Positive values are normal around one: their sums grow, and a narrow accumulator shows.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    ones = torch.ones(outputs, device=device)
+    blocks = torch.full((-(-outputs // 32), -(-inputs // 32)), 127, dtype=torch.uint8, device=device)
+    found: dict[str, dict[str, float]] = {}
+    for name, shift in (("centred", 0.0), ("positive", 1.0)):
+        x, w = (
+            (torch.randn(count, inputs, generator=generator, device=device) + shift).to(quant.E4M3)
+            for count in (rows, outputs)
+        )
+        want = x.double() @ w.double().T
+        packs = {"bf16 operands": quant.Fp8Matrix(w, blocks), "FP8 operands": quant.RowMatrix(w, ones)}
+        ways = {way: partial(gemm.linear, x.bfloat16(), pack, torch.float32) for way, pack in packs.items()}
+        if device.type == "cuda":
+            for way, fast in (("library", False), ("library, fast", True)):
+                ways[way] = partial(
+                    torch._scaled_mm, x, w.T, ones[0], ones[0], out_dtype=torch.bfloat16, use_fast_accum=fast
+                )
+        found[name] = {way: float((run().double() - want).norm() / want.norm()) for way, run in ways.items()}
+    return found
+
+
 # ---- products of a model ---------------------------------------------------------------------------------------------
 
 
@@ -544,6 +571,7 @@ def run(settings: Config, options: Options, say: Callable[[str], None] = lambda 
     products = list(synthetic(device, options.seed, rows, outputs, inputs))
     found["synthetic"] = {product.name: errors([product]) for product in products}
     found["kernels"] = kernel_errors(products)
+    found["sums"] = sum_errors(device, options.seed, rows, outputs, inputs)
     if options.data is not None:
         checkpoint = Checkpoint.open(settings.model)
         texts = texts_of(checkpoint, options)
@@ -580,6 +608,8 @@ def text(found: dict[str, Any]) -> str:
     for name, values in found["kernels"].items():
         cells = "".join(f"{_percent(values[kind]) if kind in values else '-':>11}" for kind in ("exact", "carried"))
         lines.append(f"{name:<36}{cells}")
+    for name, ways in found["sums"].items():
+        lines += ["", f"sums of FP8 products, {name}: " + ", ".join(f"{w} {_percent(e)}" for w, e in ways.items())]
     if "profiles" in found:
         heads = ("kl", "kl 99 %", "same first token", "cosine median", "cosine min")
         lines += ["", f"{'logits':<28}{''.join(f'{head:>18}' for head in heads)}{'layer error %':>16}"]

@@ -138,6 +138,25 @@ def test_synthetic_products_say_what_the_module_says() -> None:
         assert values.get("exact", 2e-3) < 2.5e-3, name
 
 
+def test_a_narrow_sum_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = numerics.sum_errors(CPU, 0, 8, 64, 1024)
+    assert {way for ways in found.values() for way in ways} == {"bf16 operands", "FP8 operands"}
+    assert all(error < 1e-6 for ways in found.values() for error in ways.values())
+    plain = gemm.linear
+
+    def narrow(x: Tensor, weight: quant.Matrix, out_dtype: torch.dtype) -> Tensor:
+        """Each 32 products more, the sum is cut to 14 bits."""
+        sums = torch.zeros(x.shape[0], weight.shape[0])
+        for part, columns in zip(x.split(32, 1), quant.values(weight).split(32, 1), strict=True):
+            mantissa, exponent = torch.frexp(sums + plain(part, columns, out_dtype))
+            sums = torch.ldexp((mantissa * 2**14).trunc() / 2**14, exponent)
+        return sums
+
+    monkeypatch.setattr(gemm, "linear", narrow)
+    found = numerics.sum_errors(CPU, 0, 8, 64, 1024)
+    assert all(error > 1e-4 for ways in found.values() for error in ways.values())
+
+
 # ---- in a model ------------------------------------------------------------------------------------------------------
 
 
@@ -261,6 +280,7 @@ def test_the_command_without_text(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert json.loads(saved.read_text()) == found
     assert found["seed"] == 3
     assert len(found["synthetic"]) == len(found["kernels"]) == 18
+    assert set(found["sums"]) == {"centred", "positive"}
     assert found["users"] == {}
 
 
@@ -271,7 +291,7 @@ def test_the_command_hides_codes_in_the_text(
 
     def run(settings: Config, options: numerics.Options, say: object) -> dict[str, object]:
         taken.append((settings, options))
-        return {"kernels": {}, "measures": [], "hardware": {"gpu": "Some GPU"}}
+        return {"kernels": {}, "sums": {}, "measures": [], "hardware": {"gpu": "Some GPU"}}
 
     monkeypatch.setattr(numerics, "run", run)
     words = ["bench", "numerics", "--data", str(text), "--documents", "7", "--tokens", "48", "--profiles", "fast"]
