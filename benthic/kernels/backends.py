@@ -34,6 +34,8 @@ FILES: dict[str, str] = {  # op -> the file it is in, the same in every backend
     "route": "moe_gate",
     "experts": "moe_experts",
     "pool_groups": "compress",
+    "compress_store": "compress",
+    "key_store": "compress",
     "close_groups": "kv_copy",
     "write_records": "kv_copy",
     "read_records": "kv_copy",
@@ -44,6 +46,8 @@ FILES: dict[str, str] = {  # op -> the file it is in, the same in every backend
     "attend": "attn_sparse",
     "index_select": "indexer",
     "select_records": "indexer",
+    "select_entries": "indexer",
+    "candidate_blocks": "indexer",
     "sample_rows": "sample",
     "hyper_read": "fused",
     "attention_inputs": "fused",
@@ -53,7 +57,8 @@ FILES: dict[str, str] = {  # op -> the file it is in, the same in every backend
 
 SERVES: dict[str, frozenset[str]] = {  # backend -> ops it has
     "native": frozenset(FILES)
-    - {"table_rows", "pool_groups", "close_groups", "attend", "select_records", "sample_rows"},
+    - {"table_rows", "pool_groups", "compress_store", "key_store", "close_groups", "attend", "sample_rows"}
+    - {"select_records", "select_entries", "candidate_blocks"},
     "humming": frozenset({"experts"}),  # a peer to measure against: picked by `use` alone
     "triton": frozenset(
         {
@@ -81,6 +86,17 @@ SERVES: dict[str, frozenset[str]] = {  # backend -> ops it has
             "experts",
             "moe",
             "sample_rows",
+            "write_records",
+            "read_records",
+            "ring_write",
+            "read_ring",
+            "close_groups",
+            "pool_groups",
+            "compress_store",
+            "key_store",
+            "select_records",
+            "select_entries",
+            "candidate_blocks",
         }
     ),
 }

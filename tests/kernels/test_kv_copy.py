@@ -99,6 +99,26 @@ def test_minus_one_reads_zeros_from_poison(device: torch.device, form: str) -> N
     assert kv_copy.read_records(store, ids[:0]).shape == (0, 2, 64)
 
 
+@pytest.mark.parametrize("form", kv_copy.FORMATS)
+def test_minus_one_is_not_stored(device: torch.device, form: str) -> None:
+    store = paged(form, 64, device)
+    x = torch.randn(5, 64, device=device)
+    kv_copy.write_records(store, torch.tensor([-1, 9, -1, 11, -1], device=device), x)
+    kept = torch.tensor([9, 11], device=device)
+    assert torch.equal(kv_copy.read_records(store, kept), ROUNDTRIP[form](x[[1, 3]]))
+    assert int((store.pool != POISON).any(dim=1).sum()) == 1  # both are in block 1
+    kv_copy.write_records(store._replace(pool=store.pool.clone()), torch.full((5,), -1, device=device), x)
+
+
+def test_records_lie_beyond_2_to_the_31(device: torch.device) -> None:
+    pool = torch.empty(9, (1 << 28) + 32, dtype=torch.uint8, device=device)  # 2.25 GiB, touched in two places
+    store = Paged(pool, 0, 0, 8, 64, "nvfp4")
+    x = torch.randn(2, 64, device=device)
+    ids = torch.tensor([8 * 8 + 7, 0], device=device)
+    kv_copy.write_records(store, ids, x)
+    assert torch.equal(kv_copy.read_records(store, ids), quant.roundtrip_nvfp4(x))
+
+
 def test_pool_may_be_part_of_a_larger_one(device: torch.device) -> None:
     store = paged("nvfp4", 64, device)
     whole = torch.full((6, store.pool.shape[1] + 96), POISON, dtype=torch.uint8, device=device)
@@ -242,6 +262,56 @@ def test_plan_made_in_inference_serves_training(device: torch.device) -> None:
     rows[begin].square().sum().backward()
 
 
+# ---- carries ---------------------------------------------------------------------------------------------------------
+
+
+# (sequence, first position, rows) of each chunk; one goes back over rejected rows, one is longer than a carry
+STEPS = (
+    ((0, 0, 3), (1, 0, 9)),
+    ((1, 9, 1), (0, 3, 4)),
+    ((0, 4, 3), (2, 0, 1)),
+    ((2, 1, 2), (1, 10, 2), (0, 7, 1)),
+    ((0, 8, 4), (1, 12, 1), (2, 3, 17)),
+)
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 4])
+def test_groups_of_any_chunking_equal_the_whole(device: torch.device, ratio: int) -> None:
+    carry = torch.full((4, ratio + 3, 2, 24), float("nan"), device=device)
+    written = [torch.full((2, 20, 24), float("nan"), device=device) for _ in range(3)]
+    slot_of = (3, 1, 2)
+    for chunks in STEPS:
+        where = [
+            (slot_of[sequence], first + i, first, sum(n for _, _, n in chunks[:c]))
+            for c, (sequence, first, count) in enumerate(chunks)
+            for i in range(count)
+        ]
+        where += [(0, 0, 0, len(where) + i) for i in range(3)]  # padding
+        rows = kv_copy.Rows(*torch.tensor(where, device=device).unbind(1))
+        ab = torch.randn(len(where), 2, 24, device=device)
+        a, b = ab.unbind(1)
+        row = 0
+        for sequence, first, count in chunks:
+            written[sequence][:, first : first + count] = ab[row : row + count].transpose(0, 1)
+            row += count
+        groups = kv_copy.close_groups(a, b, carry, rows, ratio)
+        row = 0
+        for sequence, first, count in chunks:
+            for position in range(first, first + count):
+                if (position + 1) % ratio == 0:
+                    for part in range(2):
+                        whole = written[sequence][part, position + 1 - ratio : position + 1]
+                        assert torch.equal(groups[part][row], whole)
+                row += 1
+
+
+def test_carry_of_an_empty_step(device: torch.device) -> None:
+    none, empty = torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, 24, device=device)
+    carry = torch.zeros(2, 3, 2, 24, device=device)
+    a, b = kv_copy.close_groups(empty, empty, carry, kv_copy.Rows(none, none, none, none), 2)
+    assert (a.shape, b.shape) == ((0, 2, 24), (0, 2, 24))
+
+
 def test_refuses() -> None:
     store = paged("fp8", 32, torch.device("cpu"))
     one, row = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 32)
@@ -266,6 +336,11 @@ def test_refuses() -> None:
         kv_copy.read_ring(window._replace(channels=64), one, one)
     with pytest.raises(ShapeError, match="read_ring: positions"):
         kv_copy.read_ring(window, one, one[:0])
+    rows, carry = kv_copy.Rows(one, one, one, one), torch.zeros(2, 3, 2, 32)
+    with pytest.raises(ShapeError, match="close_groups: a"):
+        kv_copy.close_groups(row, row[:, :16], carry, rows, 2)
+    with pytest.raises(ShapeError, match="close_groups: ratio"):
+        kv_copy.close_groups(row, row, carry, rows, 4)
     with pytest.raises(ShapeError, match="window_rows: window"):
         kv_copy.window_rows(window, row, (1,), (0,), (0, 1), 6)
     with pytest.raises(ShapeError, match="window_rows: slots"):

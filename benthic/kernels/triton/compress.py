@@ -37,7 +37,7 @@ def _pooled(values, logits, RATIO: tl.constexpr):
     return tl.div_rn(mean, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups"])
 def _pool_groups(
     a_ptr,
     b_ptr,
@@ -90,7 +90,7 @@ def pool_groups(a: Tensor, b: Tensor) -> Tensor:
     return y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _normed_record(
     a_ptr,
     b_ptr,

@@ -264,7 +264,7 @@ def _tiles(
     return members, tl.where(leads & (seen > least), (positions + KEYS - 1) // KEYS, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "first", "least"])
 def _score(
     q_ptr,  # [T, HEADS, CHANNELS] bf16; f32 for FORMAT "f32"
     w_ptr,  # [T, HEADS]
@@ -426,7 +426,7 @@ def _descend(
     _list(out_ptr, tl.reshape(node, (N,)), chosen, at, number, K, K_PAD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["least"])
 def _choose(
     scores_ptr,  # [T, width]
     best_ptr,  # [T, best_width]: of each block
@@ -597,7 +597,7 @@ def _take(
     assert n < 1 << 15, f"choosing {k} of {scores.shape[1]}: {n} values a step are too many"
     above = torch.empty(rows, upper + top, dtype=scores.dtype, device=out.device)
     tables, slots, entries = places or (out, visible, 0)
-    choice = tuning.config("select_records", f"choose-{n}", rows, {"warps": 16 if n > 4096 else 8})
+    choice = tuning.config("choose", str(n), rows, {"warps": 16 if n > 4096 else 8})
     _choose[(rows,)](
         scores,
         best,
@@ -656,14 +656,35 @@ class _Launch(NamedTuple):
     registers: int  # a thread, at most
 
 
-_ALONE = {"keys": 128, "together": 2, "warps": 4, "stages": 3, "programs": 3, "registers": 168}
+_ALONE = {"keys": 128, "together": 2, "warps": 4, "stages": 3, "programs": 2, "registers": 255}
 _CHUNKS = {"keys": 64, "together": 8, "warps": 4, "stages": 3, "programs": 2, "registers": 255}
-_LISTED = {"keys": 128, "together": 1, "warps": 4, "stages": 2, "programs": 4, "registers": 128}
+_LISTED = {"keys": 128, "together": 1, "warps": 4, "stages": 2, "programs": 3, "registers": 168}
 _FLOATS = {"keys": 32, "together": 1, "warps": 4, "stages": 1, "programs": 4, "registers": 255}
+
+# no sum has another order in any of them
+CANDIDATES = {
+    "scores_alone": {
+        "single": _ALONE | {"together": 1, "programs": 3, "registers": 168},
+        "pairs": _ALONE,
+        "pairs, dense": _ALONE | {"programs": 3, "registers": 168},
+        "pairs, deep": _ALONE | {"stages": 5},
+    },
+    "scores_chunks": {
+        "eights": _CHUNKS,
+        "eights, shallow": _CHUNKS | {"stages": 2},
+        "fours": _CHUNKS | {"together": 4, "programs": 3, "registers": 168},
+    },
+    "scores_listed": {
+        "dense": _LISTED | {"programs": 4, "registers": 128},
+        "three": _LISTED,
+        "deep": _LISTED | {"stages": 3},
+    },
+    "choose": {"narrow": {"warps": 4}, "medium": {"warps": 8}, "wide": {"warps": 16}},
+}
 
 
 def _launch(keys: kv_copy.Paged, rows: int, heads: int, listed: bool, starts: tuple[int, ...] | None) -> _Launch:
-    """Does not depend on the number of rows: the bits of a score never do."""
+    """No configuration changes a bit of a score."""
     if keys.format == "f32":
         kind, default = "floats", _FLOATS
     elif listed:
@@ -672,7 +693,7 @@ def _launch(keys: kv_copy.Paged, rows: int, heads: int, listed: bool, starts: tu
         kind, default = "chunks", _CHUNKS
     else:
         kind, default = "alone", _ALONE
-    return _Launch(**tuning.config("select_records", f"{kind}-{heads}x{keys.channels}", rows, default))
+    return _Launch(**tuning.config(f"scores_{kind}", f"{heads}x{keys.channels}", rows, default))
 
 
 def select_records(
@@ -699,6 +720,7 @@ def select_records(
         records, _ = select_records(*common, restrict, 0, size, starts)
         return records, select_records(*common, None, emit, size, starts)[1]
     q, w, tables, visible = q.contiguous(), w.contiguous(), tables.contiguous(), visible.contiguous()
+    slots, row_starts = rows.slots.contiguous(), rows.starts.contiguous()
     restrict = None if restrict is None else restrict.to(torch.int32).contiguous()
     total, heads, channels = q.shape
     device = q.device
@@ -731,8 +753,8 @@ def select_records(
             w[part],
             pool,
             tables,
-            rows.slots[part],
-            rows.starts[part],
+            slots[part],
+            row_starts[part],
             seen,
             tables if some is None else some,
             scores,
@@ -755,14 +777,14 @@ def select_records(
             SIZE=size,
             TOGETHER=launch.together,
             KEYS=launch.keys,
-            ROWS=max(triton.next_power_of_2(portion), 16),
+            ROWS=64 if portion <= 64 else ROWS_AT_ONCE,  # few values: each is compiled for itself
             ROUND=round_scores,
             WARPS=launch.warps,
             STAGES=launch.stages,
             num_warps=launch.warps,
             maxnreg=launch.registers,
         )
-        places = (tables, rows.slots[part], keys.entries)
+        places = (tables, slots[part], keys.entries)
         _take(scores, best, records[part], seen, least, size, places=places, restrict=some)
         if emitted is not None:
             _take(scores, best, emitted[part], seen, least, size, blocks=True)

@@ -113,7 +113,7 @@ def record_offsets(
     return at, at + DATA
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _write_records(
     bytes_ptr,
     ids_ptr,
@@ -145,7 +145,7 @@ def _write_records(
     put_record(bytes_ptr, at, scale_at, x, live, CHANNELS, FORMAT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _read_records(
     bytes_ptr,
     ids_ptr,
@@ -191,7 +191,7 @@ def last_of_place(slots_ptr, row, live, rows, places):
     return slot, live & (later != slot)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _ring_write(
     bytes_ptr,
     kw_ptr,
@@ -218,7 +218,7 @@ def _ring_write(
     put_record(bytes_ptr, at, at + DATA, x, live, CHANNELS, FORMAT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _read_ring(
     bytes_ptr,
     slots_ptr,
@@ -308,7 +308,7 @@ def _close_groups(
         tl.store(b_out_ptr + to, b, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _carry(
     a_ptr,
     b_ptr,
