@@ -16,6 +16,7 @@ from benthic.bench import report
 from benthic.bench.cases import RELEASE, SMALL, Case, Cases
 from benthic.bench.timing import Ceilings, Run, Timed, Timer, measure_ceilings, release
 from benthic.errors import BenchError
+from benthic.kernels import backends
 
 MESSAGE = 300  # characters of a failure that are kept
 
@@ -82,6 +83,8 @@ def measure(case: Case, timer: Timer, ceilings: Ceilings) -> dict[str, Any]:
         "target": {key: value for key, value in case.target._asdict().items() if value is not None},
     }
     try:
+        if not served(case.op, timer.device):  # the reference would run, slowly, and wait for the device
+            raise BenchError(case.op, f"no backend serves it on {timer.device.type}")
         timed = timer.time(case.build(), graph=not case.on_host)
         result |= judge(case, timed, floor)
         result["peers"] = {}
@@ -91,6 +94,11 @@ def measure(case: Case, timer: Timer, ceilings: Ceilings) -> dict[str, Any]:
         text = str(error).strip().splitlines() or [""]
         result["error"] = f"{type(error).__name__}: {text[0]}"[:MESSAGE]
     return result
+
+
+def served(op: str, device: torch.device) -> bool:
+    """Is there a kernel to measure? On a CPU the reference is as good."""
+    return device.type == "cpu" or backends.pick(op, torch.empty(0, device=device)) is not None
 
 
 def judge(case: Case, timed: Timed, floor: float) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from benthic.bench.report import Measure
 from benthic.bench.timing import Ceilings, Run, Timer, capture, measure_ceilings, release, trace
 from benthic.cache.spec import block_layout, blocks_for
 from benthic.errors import BenchError
-from benthic.kernels import rope, sample
+from benthic.kernels import backends, rope, sample
 from benthic.models import deepseek_v41
 from benthic.models.base import Batch
 from benthic.models.deepseek_v41 import DeepseekV41, MoE
@@ -41,6 +41,7 @@ from benthic.types import NUMERICS
 SKEW = (1.83, 1.52, 1.41, 1.28, 1.18, 1.11, 1.04, 0.97, 0.91, 0.86, 0.81, 0.75, 0.69, 0.63, 0.56, 0.48)
 DRAFTED = 6  # rows of a request that verifies five drafts
 ACCEPTED = 3.5  # tokens such a step gives, assumed
+NEEDED = ("attend", "select_records", "write_records", "ring_write", "linear", "experts", "route", "sample_rows")
 STEP_TARGET = 1.5  # times the floor
 RATE_TARGET, USER_TARGET, PREFILL_TARGET = 5000.0, 80.0, 20000.0  # tokens/s of a GPU, of a user; prompt tokens/s
 
@@ -329,6 +330,11 @@ def run(options: Options, say: Callable[[str], None] = lambda _: None) -> dict[s
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BenchError("a rank on a GPU", "torch sees none; --tiny --device cpu runs a small one")
+    missing = [
+        op for op in NEEDED if device.type == "cuda" and backends.pick(op, torch.empty(0, device=device)) is None
+    ]
+    if missing:  # plain torch in their place would take minutes a step, and wait for the device
+        raise BenchError("a rank on a GPU", f"no backend serves {', '.join(missing)}")
     settings = {
         "ranks": options.ranks,
         "numerics": options.numerics,

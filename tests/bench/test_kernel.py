@@ -189,6 +189,16 @@ def test_a_failure_is_reported_and_the_rest_goes_on() -> None:
     assert "error" not in found
 
 
+def test_an_op_without_a_kernel_is_not_timed() -> None:
+    """On a GPU the reference would take its place."""
+    assert kernel.served("no such op", CPU)
+    assert not kernel.served("rms_norm", torch.device("meta"))
+    timer = StubTimer(1e-6)
+    timer.device = torch.device("meta")
+    found = kernel.measure(fake(lambda: lambda: None, Target()), timer, H200)
+    assert found["error"] == "BenchError: an_op could not be measured: no backend serves it on meta"
+
+
 def test_table_says_what_failed_and_what_was_missed() -> None:
     ran = kernel.measure(fake(lambda: lambda: None, Target(share=0.6)), StubTimer(2e-6), H200)
     broken = {**ran, "error": "ValueError: no"}
