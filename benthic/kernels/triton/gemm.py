@@ -14,6 +14,8 @@ sum runs along K, one matrix instruction after the other, whatever the tile is. 
 number of slices alone; under `backends.invariant()` that does not depend on the rows, and where there are many of them
 a program goes through all slices itself.
 
+Where copies and unpacking should overlap the products, `gemm_hopper.py` has another form of it, the same sums.
+
 From some number of rows up the vendor's library takes over. For `blocks` the weight is then written out as bf16 on the
 way, 3 bytes of traffic a weight: an eighth of the product at 2048 rows.
 """
@@ -28,7 +30,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from benthic.kernels import backends, quant
 from benthic.kernels import gemm as plain
-from benthic.kernels.triton import tuning
+from benthic.kernels.triton import gemm_hopper, tuning
 from benthic.kernels.triton.norm import chunked, even_rows
 from benthic.kernels.triton.quant import (
     FLOATS,
@@ -395,7 +397,7 @@ def carried(x, byte):
 
 SPAN = 16  # tiles of x that programs which run together share
 MULTIPROCESSORS = 132
-BYTE_US, OPERATION_US = 1 / 31e3, 1 / 4.5e6  # of one multiprocessor
+BYTE_US, OPERATION_US = 1 / 45e3, 1 / 4.5e6  # of one multiprocessor
 ADDING_US = 1 / 5e6  # a byte of slices written or read
 LIBRARY_ROWS = {"blocks": 2048, "values": 256, "rows": 192, "wide": 1 << 62}  # from here on the vendor's library
 SCRATCH = 1 << 26  # weights written out at a time, at most
@@ -404,11 +406,20 @@ torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # the
 
 
 def _tile(
-    rows: int, columns: int, depth: int, num_warps: int, num_stages: int, programs: int, *, bulk: bool = True
+    rows: int,
+    columns: int,
+    depth: int,
+    num_warps: int,
+    num_stages: int,
+    programs: int,
+    *,
+    bulk: bool = True,
+    ring: bool = False,
 ) -> tuning.Config:
     """rows, columns, depth  of a tile: rows of x, rows of the weight, columns of both
     programs              that a multiprocessor should get; K is cut into slices until there are as many
     bulk                  tiles come by the bulk copy engine, where alignment allows
+    ring                  by the kernel of gemm_hopper.py, where the operands allow
     """
     return {
         "BLOCK_M": rows,
@@ -418,6 +429,7 @@ def _tile(
         "num_stages": num_stages,
         "programs": programs,
         "bulk": bulk,
+        "ring": ring,
         "library": False,  # let the vendor's library do it; not where bits must not depend on the rows
     }
 
@@ -428,10 +440,19 @@ CANDIDATES: dict[str, dict[str, tuning.Config]] = {
         "128x128": _tile(128, 128, 128, 8, 3, 1),
         "128x128_two": _tile(128, 128, 128, 8, 2, 2),
         "128x256": _tile(128, 256, 128, 8, 3, 1),
-        "256x128": _tile(256, 128, 128, 8, 3, 1),
+        "32x128_ring": _tile(32, 128, 128, 8, 8, 1, ring=True),
+        "64x128_ring": _tile(64, 128, 128, 8, 6, 1, ring=True),
+        "64x256_ring": _tile(64, 256, 128, 8, 4, 1, ring=True),
+        "128x128_ring": _tile(128, 128, 128, 8, 4, 1, ring=True),
     },
     "values": {"128x128": _tile(128, 128, 64, 8, 4, 1), "128x256": _tile(128, 256, 64, 8, 4, 1)},
-    "rows": {"128x128": _tile(128, 128, 128, 8, 4, 1), "128x256": _tile(128, 256, 128, 8, 3, 1)},
+    "rows": {
+        "128x128": _tile(128, 128, 128, 8, 4, 1),
+        "128x256": _tile(128, 256, 128, 8, 3, 1),
+        "64x128_ring": _tile(64, 128, 128, 8, 8, 1, ring=True),
+        "64x256_ring": _tile(64, 256, 128, 8, 4, 1, ring=True),
+        "128x128_ring": _tile(128, 128, 128, 8, 6, 1, ring=True),
+    },
     "wide": {"32x64": _tile(32, 64, 64, 4, 2, 1, bulk=False)},
 }
 for _kind in ("blocks", "values", "rows"):
@@ -463,7 +484,7 @@ def default(kind: str, rows: int, n: int, k: int) -> tuning.Config:
         return CANDIDATES[kind]["32x64"]
     tile = next((m for m in (16, 32, 64) if rows <= m), 128)
     columns = 64 if n <= 512 and tile < 128 else 128
-    if kind == "blocks" and tile >= 64 and n >= 1024:
+    if kind == "blocks" and tile == 64 and n >= 1024:
         columns = 256
     return CANDIDATES[kind][f"{tile}x{columns}"] | {"library": rows >= LIBRARY_ROWS[kind]}
 
@@ -498,20 +519,20 @@ def _plan(kind: str, rows: int, n: int, k: int) -> _Plan:
 def _slices(config: tuning.Config, rows: int, n: int, k: int) -> tuple[int, int]:
     """How many slices K is cut into, and how many steps of BLOCK_K columns there are.
 
-    The slices are what a simple model finds fastest. A step takes its bytes or its operations, with all
-    multiprocessors at work; a program begins with two steps' latency; several slices are written, read and added up by
+    The slices are what a simple model finds fastest. A step takes its bytes or its operations, on a
+    multiprocessor; a program begins with two steps' latency; several slices are written, read and added up by
     a kernel of its own.
     """
     tile_m, tile_n, tile_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
     steps = triton.cdiv(k, tile_k)
     tiles = triton.cdiv(n, tile_n) * triton.cdiv(rows, tile_m)
     at_once = MULTIPROCESSORS * config["programs"]
-    step = max((tile_n + tile_m) * tile_k * BYTE_US, 2 * tile_m * tile_n * tile_k * OPERATION_US) * config["programs"]
+    step = max((tile_n + 2 * tile_m) * tile_k * BYTE_US, 2 * tile_m * tile_n * tile_k * OPERATION_US)
 
     def microseconds(slices: int) -> float:
         waves = triton.cdiv(tiles * slices, at_once)
         adding = 2.0 + 8 * slices * rows * n * ADDING_US if slices > 1 else 0.0
-        return waves * (triton.cdiv(steps, slices) + 2) * step + adding
+        return waves * (triton.cdiv(steps, slices) + 2) * step * config["programs"] + adding
 
     return min(range(1, min(max(steps // 2, 1), 16) + 1), key=microseconds), steps
 
@@ -581,7 +602,7 @@ def products(
     if plan.config["library"] and _library_does(kind, values, n // groups, k, out_dtype):
         y = _library(x, weight, out_dtype, groups)
         return (y if turn is None else _turned(y, turn))[None]
-    if turn is not None and (plan.slices > 1 or rows > 64):  # a tile of more rows has no registers left for the angles
+    if turn is not None and (plan.slices > 1 or rows > 64 or plan.config["ring"]):  # there are no registers for angles
         y = add_up(_launch(x, weight, out_dtype, groups, None, kind, plan), out_dtype)
         return _turned(y, turn)[None, None]
     return _launch(x, weight, out_dtype, groups, turn, kind, plan)
@@ -608,6 +629,14 @@ def _launch(
     y = torch.empty((parts, rows, n), dtype=out_dtype if parts == 1 else torch.float32, device=values.device)
     even = k % tile_k == 0
     bulk = config["bulk"] and even and _aligned(values) and _aligned(codes)
+    ring = config["ring"] and bulk and turn is None and not plan.whole
+    if ring and gemm_hopper.serves(codes, scales, groups, tile_n):
+        x_scales = x.scales if isinstance(x, Carried) else None
+        programs = min(MULTIPROCESSORS, triton.cdiv(rows, tile_m) * triton.cdiv(n, tile_n) * parts)
+        gemm_hopper.product(
+            values, x_scales, codes, scales, y, groups, tile_n, tile_m, config["num_stages"], programs, launch()
+        )
+        return y.unflatten(-1, (groups, -1)).transpose(1, 2)
     _product[(triton.cdiv(rows, tile_m) * triton.cdiv(n, tile_n), parts)](
         TensorDescriptor.from_tensor(values, [tile_m, tile_k]) if bulk else values,
         x.scales if isinstance(x, Carried) else y,
