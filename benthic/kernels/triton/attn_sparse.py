@@ -360,7 +360,7 @@ def _records(form: str, channels: int, storage: Tensor, *offsets: int) -> _Recor
     align = _align(storage, record, *strides, *offsets)
     if form == "fp8":
         return _Records(storage, storage, 1, align, record)
-    if align < 4 or form not in ("nvfp4", "f32"):
+    if align < 4 or storage.shape[-1] % 4 or form not in ("nvfp4", "f32"):
         return None
     units = storage.view(torch.int32 if form == "nvfp4" else torch.float32)
     return _Records(storage, units, 4, align // 4, record // 4)
