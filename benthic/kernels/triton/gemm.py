@@ -31,6 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from benthic.kernels import backends, quant
 from benthic.kernels import gemm as plain
 from benthic.kernels.triton import gemm_hopper, tuning
+from benthic.kernels.triton.gemm_hopper import DEQUANTISE
 from benthic.kernels.triton.norm import chunked, even_rows
 from benthic.kernels.triton.quant import (
     FLOATS,
@@ -48,19 +49,6 @@ from benthic.kernels.triton.runtime import available as available
 
 # ---- weights in registers --------------------------------------------------------------------------------------------
 
-# Two E4M3 codes in 16 bits -> two bf16. Each byte is stretched to 16 bits with its sign, then shifted by 4: the sign
-# stays on top, exponent and mantissa meet those of bf16, and what is read there is the code's value times 2^-120,
-# subnormals included. One multiplication by 2^120 times the scale finishes it: four instructions for two weights.
-_DEQUANTISE: tl.constexpr = tl.constexpr("""{
-    .reg .b32 t, none;
-    cvt.u32.u16 t, $1;
-    mov.b32 none, 0;
-    prmt.b32 t, t, none, 0x9180;
-    shl.b32 t, t, 4;
-    and.b32 t, t, 0x87f087f0;
-    mul.rn.bf16x2 $0, t, $2;
-}""")
-
 
 @triton.jit
 def dequantise(codes, scales):
@@ -75,7 +63,7 @@ def dequantise(codes, scales):
     if INTERPRETED:
         return narrow(e4m3_value(codes) * factor, tl.bfloat16)
     return tl.inline_asm_elementwise(
-        _DEQUANTISE, "=r,h,r", [codes.to(tl.uint8, bitcast=True), factor], dtype=tl.bfloat16, is_pure=True, pack=2
+        DEQUANTISE, "=r,h,r", [codes.to(tl.uint8, bitcast=True), factor], dtype=tl.bfloat16, is_pure=True, pack=2
     )
 
 
@@ -462,7 +450,6 @@ for _m in (16, 32, 64):
         f"{_m}x64": _tile(_m, 64, 256, 4, 4, 3),
         f"{_m}x128": _tile(_m, 128, 128, 4, 4 if _m < 64 else 3, 2),
         f"{_m}x128_three": _tile(_m, 128, 128, 4, 4 if _m < 32 else 3, 3),
-        f"{_m}x128_pointers": _tile(_m, 128, 128, 4, 4 if _m < 64 else 3, 2, bulk=False),
         f"{_m}x256": _tile(_m, 256, 128, 8, 4, 1),
     }
     CANDIDATES["values"] |= {

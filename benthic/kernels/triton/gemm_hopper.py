@@ -25,8 +25,10 @@ BLOCK = 128  # columns a stage
 
 REGISTERS: gl.constexpr = gl.constexpr(168)  # of 12 warps; dealt out unevenly, matrix instructions would not overlap
 
-# Two E4M3 codes in 16 bits -> two bf16, as in gemm.py.
-_DEQUANTISE: gl.constexpr = gl.constexpr("""{
+# Two E4M3 codes in 16 bits -> two bf16. Each byte is stretched to 16 bits with its sign, then shifted by 4: the sign
+# stays on top, exponent and mantissa meet those of bf16, and what is read there is the code's value times 2^-120,
+# subnormals included. One multiplication by 2^120 times the scale finishes it: four instructions for two weights.
+DEQUANTISE: gl.constexpr = gl.constexpr("""{
     .reg .b32 t, none;
     cvt.u32.u16 t, $1;
     mov.b32 none, 0;
@@ -80,7 +82,7 @@ def _dequantise(codes, words, FIRST: gl.constexpr, layout: gl.constexpr):
     codes = gl.convert_layout(gl.reshape(codes, (height, groups, 32)), blocks, assert_trivial=True)
     factor = gl.broadcast(gl.expand_dims(factor, 2), codes)[0]
     values = gl.inline_asm_elementwise(
-        _DEQUANTISE, "=r,h,r", [codes.to(gl.uint8, bitcast=True), factor], dtype=gl.bfloat16, is_pure=False, pack=2
+        DEQUANTISE, "=r,h,r", [codes.to(gl.uint8, bitcast=True), factor], dtype=gl.bfloat16, is_pure=False, pack=2
     )
     return gl.convert_layout(gl.reshape(values, (height, groups * 32)), layout, assert_trivial=True)
 
