@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from benthic.cache.manager import CacheManager
 from benthic.cache.storage import Storage
 from benthic.engine import batch as batches
-from benthic.engine.graphs import Graphs, Recorded, sizes
+from benthic.engine.graphs import CudaRecorder, Graphs, NotCapturable, Recorded, sizes
 from benthic.engine.loop import Loop
 from benthic.engine.runner import Decided, Model, Runner
 from benthic.engine.sampler import Sampler
@@ -214,9 +215,10 @@ def answer(
     budget: int = 64,
     never: Sequence[int] = (),
     aborts: dict[int, Abort] | None = None,
+    device: str = "cpu",
 ) -> Answers:
     """Run it all. aborts: number of the step before which they come."""
-    storage = Storage(model.cache_spec, blocks + 1, slots + 1, block_tokens=BLOCK)
+    storage = Storage(model.cache_spec, blocks + 1, slots + 1, device, block_tokens=BLOCK)
     storage.poison()
     scheduler = Scheduler(
         CacheManager(blocks + 1, slots + 1, BLOCK),
@@ -224,7 +226,7 @@ def answer(
         max_context_tokens=model.max_positions,
         vocab_size=model.vocab_size,
     )
-    loop = Loop(scheduler, form(model, storage, Sampler(model.vocab_size, never=never)))
+    loop = Loop(scheduler, form(model, storage, Sampler(model.vocab_size, device, never)))
     for r in requests:
         loop.inbox.put(r)
     found, step = Answers(), 0
@@ -364,3 +366,87 @@ def test_an_empty_plan(model: DeepseekV41):
     storage = Storage(model.cache_spec, 3, 3, block_tokens=BLOCK)
     runner = recorded(model, storage, Sampler(model.vocab_size))
     assert runner.run(StepPlan(0, (), ())).tokens == []
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+def eager_repeatable(model: Model, storage: Storage, sampler: Sampler) -> Runner:
+    return Runner(model, storage, sampler, deterministic=True)
+
+
+def captured_repeatable(model: Model, storage: Storage, sampler: Sampler) -> Runner:
+    runner = Runner(model, storage, sampler, deterministic=True)
+    runner.capture()
+    return runner
+
+
+def captured(model: Model, storage: Storage, sampler: Sampler) -> Runner:
+    runner = Runner(model, storage, sampler)
+    runner.capture()
+    return runner
+
+
+@pytest.fixture(scope="module")
+def on_gpu() -> Callable[[str, str], DeepseekV41]:
+    @cache
+    def load(numerics: str, device: str) -> DeepseekV41:
+        return from_checkpoint(Checkpoint.open("minnow"), NUMERICS[numerics], device)
+
+    return load
+
+
+@pytest.mark.gpu
+def test_a_gpu_answers_as_the_cpu_does(on_gpu: Callable[[str, str], DeepseekV41]):
+    want = answer(on_gpu("float", "cpu"), host, EVERYTHING)
+    assert_same(answer(on_gpu("float", "cuda"), host, EVERYTHING, device="cuda"), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("numerics", ["reference", "production", "fast"])
+def test_a_graph_gives_the_bits_of_single_launches(on_gpu: Callable[[str, str], DeepseekV41], numerics: str):
+    """Padded to another number of rows, so where the bits of a row do not depend on that."""
+    model = on_gpu(numerics, "cuda")
+    want = answer(model, eager_repeatable, EVERYTHING, device="cuda")
+    got = answer(model, captured_repeatable, EVERYTHING, device="cuda")
+    assert got.tokens == want.tokens
+    assert got.logprobs == want.logprobs
+    assert got.ends == want.ends
+
+
+@pytest.mark.gpu
+def test_graphs_with_preemption_and_aborts(on_gpu: Callable[[str, str], DeepseekV41]):
+    model = on_gpu("production", "cuda")
+    requests = [request(i, 30 + i, temperature=1.0, max_tokens=25, n=1 + i % 2) for i in range(4)]
+    aborts = {6: Abort(1), 9: Abort(3, 1)}
+    want = answer(model, captured_repeatable, requests, device="cuda", slots=6, aborts=aborts)
+    tight = answer(model, captured_repeatable, requests, device="cuda", slots=4, blocks=11, aborts=aborts)
+    assert tight.preemptions > want.preemptions == 0
+    whole = [key for key, end in tight.ends.items() if end is FinishReason.LENGTH]
+    assert {key: tight.tokens[key] for key in whole} == {key: want.tokens[key] for key in whole}
+    quick = answer(model, captured, requests, device="cuda")
+    assert set(quick.ends.values()) == {FinishReason.LENGTH}
+
+
+@pytest.mark.gpu
+def test_a_step_that_waits_is_not_captured():
+    def step(columns: Tensor) -> Tensor:
+        return columns[0, : int(columns.sum()) + 1]
+
+    recorder: Any = CudaRecorder(torch.device("cuda"))
+    with pytest.raises(NotCapturable):
+        Graphs(torch.zeros(2, 3, dtype=torch.int64, device="cuda"), step, recorder)
+    assert torch.cuda.get_sync_debug_mode() == 0
+
+
+@pytest.mark.gpu
+def test_a_replay_reads_what_was_sent():
+    columns = torch.zeros(2, 6, dtype=torch.int64, device="cuda")
+    recorder: Any = CudaRecorder(columns.device)
+    graphs = Graphs(columns, lambda told: told * 3, recorder)
+    for rows in (6, 1, 3):
+        size = graphs.size(rows)
+        assert size is not None
+        told = torch.arange(2 * size).view(2, size) + rows
+        graphs.columns(size).copy_(told)
+        assert graphs.run(size).tolist() == (3 * told).tolist()

@@ -300,11 +300,11 @@ def slow_token(logits: torch.Tensor, row: Row) -> int:
 KINDS = [
     Row(temperature=0.0, top_k=3, top_p=0.1),
     Row(),
-    Row(temperature=0.3, min_p=0.1),
+    Row(temperature=1.5, min_p=0.5),
     Row(temperature=100.0),
     Row(top_k=3),
     Row(top_p=0.5),
-    Row(temperature=0.8, top_k=7, top_p=0.8, min_p=0.02),
+    Row(temperature=2.5, top_k=60, top_p=0.9, min_p=0.6),
     Row(top_k=10**6, min_p=0.01),
 ]
 
@@ -339,6 +339,11 @@ def test_rows_under_a_mask(device: torch.device):
     check_rows(logits, rows, device, mask)
 
 
+def test_rows_with_min_p(device: torch.device):
+    """Kept and dropped ids stand side by side in one run."""
+    check_rows(*kinds(14, *[Row(temperature=2.0, min_p=0.3)] * 8, *[Row(top_k=9, min_p=0.3)] * 4, scale=1.5), device)
+
+
 @pytest.mark.parametrize("scale", [0.0, 0.01])
 def test_flat_rows_and_ties(device: torch.device, scale: float):
     """All equal, or nearly: ties at the edge of a filter go to the lowest ids, and the nucleus is a share of them."""
@@ -348,6 +353,7 @@ def test_flat_rows_and_ties(device: torch.device, scale: float):
 
 def test_filters_that_keep_thousands(device: torch.device):
     logits, rows = kinds(2500, Row(top_p=0.97), Row(top_k=2300, top_p=0.99), scale=0.2)
+    logits = (8 * logits).round() / 8  # ties from end to end
     check_rows(logits, rows, device)
     logits[:, 1:] = -40.0  # nothing else has a weight, however many may stay
     check_rows(logits, rows, device)
