@@ -3,11 +3,15 @@
 T rows, k experts a row, E experts, D hidden width, I expert width.
 """
 
+from importlib import import_module
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from benthic.errors import ShapeError
 from benthic.kernels import backends, gemm, quant, swiglu
+from benthic.types import Numerics
 
 
 def experts_reference(
@@ -57,6 +61,17 @@ def _expert(weight: quant.Matrix, expert: int, one_scale: bool, dtype: torch.dty
     else:
         weight = weight[expert]
     return quant.roundtrip_carry(weight) if one_scale else weight
+
+
+def prepare(w13: quant.Fp4Matrix, w2: quant.Fp4Matrix, numerics: Numerics) -> tuple[Any, Any]:
+    """Expert weights as the `experts` of their device reads them fastest, which is that backend's own form.
+
+    Called once, when weights are loaded; the arguments may then go. Where no backend has another form, they come back.
+    Whatever comes back has the `shape` of the values, goes into `experts` and `fused.moe`, and nowhere else.
+    """
+    run = backends.pick("experts", w13.codes)
+    own = None if run is None else getattr(import_module(run.__module__), "prepare", None)
+    return (w13, w2) if own is None else own(w13, w2, numerics)
 
 
 def experts(

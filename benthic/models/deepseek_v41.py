@@ -390,6 +390,8 @@ class MoE(nn.Module):
                 self.w13.data[e, :inner] = read_weight(source, f"{expert}.w1", "fp4")
                 self.w13.data[e, inner:] = read_weight(source, f"{expert}.w3", "fp4")
                 self.w2.data[e] = read_weight(source, f"{expert}.w2", "fp4")
+        if isinstance(self.w13, quant.Fp4Matrix) and isinstance(self.w2, quant.Fp4Matrix):
+            self.w13, self.w2 = moe_experts.prepare(self.w13, self.w2, self.numerics)
         self.shared_w13.load_rows(source, f"{name}.shared_experts.w1", 0)
         self.shared_w13.load_rows(source, f"{name}.shared_experts.w3", self.shared_w13.matrix.shape[0] // 2)
         self.shared_w2.load(source, f"{name}.shared_experts.w2")
