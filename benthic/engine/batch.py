@@ -133,7 +133,8 @@ class Uploads:
         self._sent = [torch.cuda.Event() if self._pinned else None for _ in range(2)]
         self._turn = 0
         self._params: list[SamplingParams | None] = [None] * storage.num_slots  # of the draw each slot had last
-        self._settings = np.zeros((_SETTINGS, storage.num_slots), dtype=np.int64)
+        self._seeds = [0] * storage.num_slots
+        self._settings = np.zeros((_SETTINGS, storage.num_slots), dtype=np.int64)  # bits that follow from both
         self._tables: list[tuple[int, ...]] = [()] * storage.num_slots  # as the device has them
 
     def forget(self) -> None:
@@ -225,11 +226,11 @@ class Uploads:
 
     def _settings_of(self, slots: list[int], draws: Sequence[Draw]) -> np.ndarray:
         """[_SETTINGS, R] int64 bits. A slot's settings are worked out when they change, which is seldom."""
-        table, known = self._settings, self._params
+        table, known, seeds = self._settings, self._params, self._seeds
         for slot, draw in zip(slots, draws, strict=True):
             params = draw.params
-            if known[slot] is not params or table[0, slot] != draw.seed:
-                known[slot] = params
+            if known[slot] is not params or seeds[slot] != draw.seed:
+                known[slot], seeds[slot] = params, draw.seed
                 table[0, slot], table[2, slot] = draw.seed, params.top_k
                 table.view(np.float64)[[1, 3, 4], slot] = params.temperature, params.top_p, params.min_p
         return table[:, slots]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -195,8 +196,8 @@ class _Back:
         if self._event is not None:
             self._event.record()
 
-    def wait(self) -> tuple[list[int], list[float]]:
+    def wait(self) -> tuple[list[int], np.ndarray]:
         if self._event is not None:
             self._event.synchronize()
         tokens, peaks = self._host[: 2 * self._shape[1]].view(self._shape).unbind(0)
-        return tokens.tolist(), peaks.view(torch.float64).tolist()
+        return tokens.tolist(), peaks.view(torch.float64).numpy()

@@ -6,6 +6,7 @@ Rows that ask for nothing special share one arg-max; the rest pay for what they 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,6 +52,7 @@ class Sampler:
             self._never = torch.zeros(vocab_size, device=device)
             self._never[torch.tensor(sorted(set(never)), device=device)] = _NEVER
         self._recipes: dict[int, _Recipe] = {}
+        self._none = torch.empty(0, dtype=torch.int64, device=device)
 
     def __call__(self, logits: Tensor, draws: Sequence[Draw], requests: Sequence[int] | None = None) -> Sampled:
         """logits [R, V] f32, left as they are; R draws; the requests they belong to, for error texts."""
@@ -78,35 +80,41 @@ class Sampler:
                 logprobs[i] = entry._replace(top=entry.top[: draws[i].params.logprobs])
         return Sampled(tokens, failures, logprobs)
 
-    def is_plain(self, draw: Draw) -> bool:
-        """Can `draw_rows` serve this row: no penalty, no bias or mask of its own, no log-probabilities?"""
-        return draw.context is None and not draw.blocked and self._recipe(draw.params).plain
-
     def draw_rows(self, logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        """Tokens [R] int64 and peaks [R] f32 of plain rows, without a word from the host. logits [R, V] f32."""
+        """Tokens [R] int64 and peaks [R] f32, on the device alone. What `finish_rows` names is left out.
+
+        logits  [R, V] f32.
+        """
         filters = draws.top_k, draws.top_p, draws.min_p
         return sample.sample_rows(logits, draws.seeds, draws.positions, draws.temperature, *filters, mask=self._never)
 
     def finish_rows(
         self,
         tokens: list[int],
-        peaks: Sequence[float],
+        peaks: np.ndarray,
         logits: Tensor,
         rows: Sequence[int],
         draws: Sequence[Draw],
         requests: Sequence[int],
     ) -> Sampled:
-        """What `draw_rows` decided, back on the host; rows that are not plain are decided here.
+        """What `draw_rows` decided, back on the host. Rows that ask for more are decided here: penalties, a bias or
+        masks of their own, log-probabilities.
 
         tokens, peaks, logits   of R or more rows, one of them for each draw: number rows[i] for draw i.
         """
         tokens = [tokens[row] for row in rows]
         failures: dict[int, BenthicError] = {}
         logprobs: dict[int, TokenLogprobs] = {}
-        special = [i for i, draw in enumerate(draws) if not self.is_plain(draw)]
-        for i, row in enumerate(rows):
-            if not _NEVER < peaks[row] < float("inf"):
-                failures[i] = self._failure(peaks[row], draws[i], requests[i])
+        for i in np.flatnonzero(~np.isfinite(peaks[list(rows)])).tolist():
+            failures[i] = self._failure(peaks[rows[i]], draws[i], requests[i])
+        known = self._recipes
+        special = [
+            i
+            for i, draw in enumerate(draws)
+            if draw.context is not None
+            or draw.blocked
+            or not (known.get(id(draw.params)) or self._recipe(draw.params)).plain
+        ]
         if special:
             at = torch.tensor([rows[i] for i in special], device=logits.device)
             again = self(logits[at], [draws[i] for i in special], [requests[i] for i in special])
@@ -134,11 +142,14 @@ class Sampler:
         found = self._recipes.get(id(params))
         if found is not None:
             return found
-        ids = {"dtype": torch.int64, "device": self.device}
+
+        def listed(values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=self.device) if values else self._none
+
         allowed = None
         if params.allowed_ids:
             allowed = torch.full((self.vocab_size,), _NEVER, device=self.device)
-            allowed[torch.tensor(params.allowed_ids, **ids)] = 0.0
+            allowed[listed(params.allowed_ids)] = 0.0
         edited = bool(params.logit_bias or params.allowed_ids or params.banned_ids)
         recipe = _Recipe(
             params=params,
@@ -146,9 +157,9 @@ class Sampler:
             narrow=0 < params.top_k < self.vocab_size or params.top_p < 1,
             edited=edited,
             plain=not edited and params.logprobs is None,
-            bias_ids=torch.tensor([token for token, _ in params.logit_bias], **ids),
-            bias_values=torch.tensor([b for _, b in params.logit_bias], dtype=torch.float32, device=self.device),
-            banned=torch.tensor(params.banned_ids, **ids),
+            bias_ids=listed([token for token, _ in params.logit_bias]),
+            bias_values=listed([bias for _, bias in params.logit_bias], torch.float32),
+            banned=listed(params.banned_ids),
             allowed=allowed,
         )
         if len(self._recipes) >= _RECIPES:
