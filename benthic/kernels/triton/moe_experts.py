@@ -50,7 +50,7 @@ from benthic.types import Numerics
 # ---- places ----------------------------------------------------------------------------------------------------------
 
 CHUNK = 128  # pairs that a program places
-SCAN = 512  # ids that it reads at a time
+SCAN = 2048  # ids that it reads at a time
 
 
 class Places(NamedTuple):
@@ -63,14 +63,8 @@ class Places(NamedTuple):
 
 
 @triton.jit
-def _counts(ids, live, E: tl.constexpr):
-    """How many of the live ids each expert has; ids outside 0 .. E-1 count for none."""
-    return tl.histogram(tl.where(live & (ids >= 0), ids, E), 2 * E)
-
-
-@triton.jit
 def _place(
-    ids_ptr,
+    ids_ptr,  # [T * k] int64
     rows_ptr,
     tiles_ptr,
     count_ptr,
@@ -81,39 +75,35 @@ def _place(
     SCAN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program counts all pairs, and those before its own."""
+    """A program counts all pairs, and those before its own, by expert."""
     start(PDL)
     first = tl.program_id(0) * CHUNK
-    total = tl.zeros((2 * E,), tl.int32)
-    before = tl.zeros((2 * E,), tl.int32)
+    counts = tl.zeros((2 * E,), tl.int32)  # of pairs from `first` on, then of those before
     for seen in range(0, bound(pairs), SCAN):
         pair = seen + tl.arange(0, SCAN)
         ids = tl.load(ids_ptr + pair, mask=pair < pairs, other=-1).to(tl.int32)
-        total += _counts(ids, pair < pairs, E)
-        if seen < first:
-            before += _counts(ids, pair < first, E)
-    expert = tl.arange(0, 2 * E)
-    total = tl.where(expert < E, total, 0)
+        counts += tl.histogram(tl.where(pair < first, ids + E, ids), 2 * E, mask=ids >= 0)
+    counts = tl.reshape(counts, (2, E))
+    total = tl.sum(counts, axis=0)
+    before = tl.sum(tl.where(tl.arange(0, 2)[:, None] == 1, counts, 0), axis=0)
     starts = tl.cumsum(total, 0) - total
 
     pair = first + tl.arange(0, CHUNK)
     ids = tl.load(ids_ptr + pair, mask=pair < pairs, other=-1).to(tl.int32)
     same = (ids[:, None] == ids[None, :]) & (pair[None, :] < pair[:, None])
-    rank = tl.sum(same.to(tl.int32), axis=1)
-    row = tl.gather(starts + before, tl.maximum(ids, 0), 0) + rank
+    row = tl.gather(starts + before, tl.maximum(ids, 0), 0) + tl.sum(same.to(tl.int32), axis=1)
     tl.store(rows_ptr + pair, tl.where(ids >= 0, row, -1), mask=pair < pairs)
 
+    expert = tl.arange(0, E)
     tiles = (total + HEIGHT - 1) // HEIGHT
-    ends = tl.cumsum(tiles, 0)
-    most = tl.max(tiles)
-    for tile in range(bound(tl.program_id(0)), bound(most), bound(tl.num_programs(0))):
-        at = tiles_ptr + (ends - tiles + tile) * 4
+    at = tiles_ptr + (tl.cumsum(tiles, 0) - tiles) * 4
+    for tile in range(bound(tl.program_id(0)), bound(tl.max(tiles, axis=0)), bound(tl.num_programs(0))):
         live = tile < tiles
-        tl.store(at, expert, mask=live)
-        tl.store(at + 1, starts + tile * HEIGHT, mask=live)
-        tl.store(at + 2, tl.minimum(total - tile * HEIGHT, HEIGHT), mask=live)
+        tl.store(at + tile * 4, expert, mask=live)
+        tl.store(at + tile * 4 + 1, starts + tile * HEIGHT, mask=live)
+        tl.store(at + tile * 4 + 2, tl.minimum(total - tile * HEIGHT, HEIGHT), mask=live)
     if tl.program_id(0) == 0:
-        tl.store(count_ptr, tl.sum(tiles))
+        tl.store(count_ptr, tl.sum(tiles, axis=0))
 
 
 def place(ids: Tensor, experts: int, height: int) -> Places:
@@ -130,10 +120,10 @@ def place(ids: Tensor, experts: int, height: int) -> Places:
         count,
         pairs,
         HEIGHT=height,
-        E=triton.next_power_of_2(experts),
+        E=max(16, triton.next_power_of_2(experts)),
         CHUNK=CHUNK,
         SCAN=SCAN,
-        num_warps=4,
+        num_warps=8,
         **launch(),
     )
     return Places(rows, tiles, count, height)

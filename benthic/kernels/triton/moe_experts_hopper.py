@@ -702,8 +702,8 @@ def _solo(rows: int, height: int, stages: int, programs: int, promote: bool = Tr
     }
 
 
-CANDIDATES: dict[bool, dict[str, tuning.Config]] = {  # carried -> name -> what `benthic bench tune` tries
-    False: {
+CANDIDATES: dict[str, dict[str, tuning.Config]] = {  # form of the weights -> name -> what `benthic bench tune` tries
+    "exact": {
         "ring16": _ring(16, 12),
         "ring32": _ring(32, 12),
         "ring64": _ring(64, 8),
@@ -715,7 +715,7 @@ CANDIDATES: dict[bool, dict[str, tuning.Config]] = {  # carried -> name -> what 
         "wide64": _solo(64, 256, 6, 1),
         "wide128": _solo(128, 256, 4, 1),
     },
-    True: {
+    "carried": {
         "ring16": _ring(16, 16),
         "ring32": _ring(32, 14),
         "ring64": _ring(64, 12),
@@ -733,21 +733,29 @@ def default(carried: bool, rows: int, experts: int) -> tuning.Config:
     """By the rows that an expert gets on average, when `rows` of them fall on `experts`."""
     each = rows / experts
     tile = next(height for height, most in ((16, 11), (32, 24), (64, 80), (128, each)) if each <= most)
-    return CANDIDATES[carried][f"{'wide' if tile == 128 else 'ring'}{tile}"]
+    return CANDIDATES["carried" if carried else "exact"][f"{'wide' if tile == 128 else 'ring'}{tile}"]
 
 
 def configs(rows: int, w13: Packed, w2: Packed) -> tuple[tuning.Config, tuning.Config]:
-    """Of both products; they share the height of a tile of rows, ROWS."""
-    experts = w13.shape[0]
-    if backends.is_invariant():
-        rows = experts
-    chosen = []
-    for matrix in (w13, w2):
-        name = "carried" if matrix.carried else "exact"
-        key = "x".join(str(size) for size in matrix.shape)
-        chosen.append(tuning.config(f"experts_{name}", key, rows, default(matrix.carried, rows, experts)))
-    assert chosen[0]["ROWS"] == chosen[1]["ROWS"], "both products share their tiles"
-    return chosen[0], chosen[1]
+    """Of both products; they share the height of a tile of rows, ROWS. Fixed functions of the arguments and the device.
+
+    All sum in one order, but for PROMOTE, which `backends.invariant()` holds on.
+    """
+    first, second = _config(w13, rows), _config(w2, rows)
+    return first, second if second["ROWS"] == first["ROWS"] else _whole(first, w2)
+
+
+def _config(matrix: Packed, rows: int) -> tuning.Config:
+    form, key = "carried" if matrix.carried else "exact", "x".join(str(size) for size in matrix.shape)
+    config = tuning.config(f"experts_{form}", key, rows, default(matrix.carried, rows, matrix.shape[0]))
+    if matrix.carried and backends.is_invariant() and not config["PROMOTE"]:
+        config = CANDIDATES[form]["wide64"]
+    return _whole(config, matrix)
+
+
+def _whole(config: tuning.Config, matrix: Packed) -> tuning.Config:
+    """Pieces that the weight rows divide into."""
+    return config if matrix.shape[1] % config["HEIGHT"] == 0 else config | {"HEIGHT": BLOCK}
 
 
 class First(NamedTuple):
