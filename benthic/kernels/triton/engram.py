@@ -7,12 +7,13 @@ from torch import Tensor
 
 from benthic.kernels import engram as plain
 from benthic.kernels.triton.norm import chunked
-from benthic.kernels.triton.quant import FLOATS, e4m3_value, e8m0_value, narrow, widen
+from benthic.kernels.triton.quant import FLOATS, bound, e4m3_value, e8m0_value, narrow, widen
 from benthic.kernels.triton.runtime import available as available
 from benthic.kernels.triton.swiglu import exponential
 
 TOKENS = 16  # of `ngram_rows`, a program
 GATHERED = 16  # rows of the table, a program
+GATES = 528  # programs of `engram_gate` at most
 GROUP: tl.constexpr = tl.constexpr(32)
 
 
@@ -120,6 +121,11 @@ def table_rows(codes: Tensor, scales: Tensor, rows: Tensor, dtype: torch.dtype) 
 
 
 @triton.jit
+def _added(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit(do_not_specialize=["rows"])
 def _engram_gate(
     s_ptr,
     keys_ptr,
@@ -127,6 +133,7 @@ def _engram_gate(
     weight_ptr,
     images_ptr,
     y_ptr,
+    rows,
     width,
     s_row,
     s_stream,
@@ -136,39 +143,50 @@ def _engram_gate(
     weight_stream,
     eps,
     root,
+    STREAMS: tl.constexpr,
     FLOOR: tl.constexpr,
     IMAGES: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row, stream = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    s_ptr += row * s_row + stream * s_stream
-    keys_ptr += row * keys_row + stream * keys_stream
-    dots = tl.zeros((BLOCK,), tl.float32)
-    stream_squares = tl.zeros((BLOCK,), tl.float32)
-    key_squares = tl.zeros((BLOCK,), tl.float32)
-    pieces = ()
+    stream = tl.program_id(0) % STREAMS  # streams of a row side by side: they share its value
+    s_ptr += stream * s_stream
+    keys_ptr += stream * keys_stream
+    weights = ()  # loaded once: a row's are more bytes than the row
     for chunk in tl.static_range(CHUNKS):
         col = chunk * BLOCK + tl.arange(0, BLOCK)
-        piece = tl.load(s_ptr + col, mask=col < width, other=0.0)
-        pieces = pieces + (piece,)  # noqa: RUF005
-        x, key = widen(piece), widen(tl.load(keys_ptr + col, mask=col < width, other=0.0))
-        weight = widen(tl.load(weight_ptr + stream * weight_stream + col, mask=col < width, other=0.0))
-        dots += x * weight * key
-        stream_squares += x * x
-        key_squares += key * key
-    dot = tl.sum(dots) * tl.rsqrt(tl.sum(stream_squares) / width + eps) * tl.rsqrt(tl.sum(key_squares) / width + eps)
-    dot *= root
-    size = tl.sqrt(tl.maximum(tl.abs(dot), FLOOR, propagate_nan=tl.PropagateNan.ALL))
-    gate = 1.0 / (1.0 + exponential(tl.where(dot < 0, size, -size)))
-    stays = tl.load(images_ptr + row) != 0 if IMAGES else False
-    for chunk in tl.static_range(CHUNKS):
-        col = chunk * BLOCK + tl.arange(0, BLOCK)
-        value = widen(tl.load(value_ptr + row * value_row + col, mask=col < width, other=0.0))
-        y = narrow(widen(pieces[chunk]) + gate * value, y_ptr.dtype.element_ty)
-        if IMAGES:
-            y = tl.where(stays, pieces[chunk], y)
-        tl.store(y_ptr + (row * tl.num_programs(1) + stream) * width + col, y, mask=col < width)
+        weight = tl.load(weight_ptr + stream * weight_stream + col, mask=col < width, other=0.0)
+        weights = weights + (weight,)  # noqa: RUF005
+    first, step = tl.program_id(0) // STREAMS, tl.num_programs(0) // STREAMS
+    for number in range(bound(first), bound(rows), bound(step)):
+        row = tl.cast(number, tl.int64)
+        streams, keys, values = (), (), ()  # all loads first
+        for chunk in tl.static_range(CHUNKS):
+            col = chunk * BLOCK + tl.arange(0, BLOCK)
+            streams = streams + (tl.load(s_ptr + row * s_row + col, mask=col < width, other=0.0),)  # noqa: RUF005
+            keys = keys + (tl.load(keys_ptr + row * keys_row + col, mask=col < width, other=0.0),)  # noqa: RUF005
+        for chunk in tl.static_range(CHUNKS):
+            col = chunk * BLOCK + tl.arange(0, BLOCK)
+            values = values + (tl.load(value_ptr + row * value_row + col, mask=col < width, other=0.0),)  # noqa: RUF005
+        stays = tl.load(images_ptr + row) != 0 if IMAGES else False
+        dots = tl.zeros((BLOCK,), tl.float32)
+        stream_squares = tl.zeros((BLOCK,), tl.float32)
+        key_squares = tl.zeros((BLOCK,), tl.float32)
+        for chunk in tl.static_range(CHUNKS):
+            x, key = widen(streams[chunk]), widen(keys[chunk])
+            dots += x * widen(weights[chunk]) * key
+            stream_squares += x * x
+            key_squares += key * key
+        dot, stream_square, key_square = tl.reduce((dots, stream_squares, key_squares), 0, _added)
+        dot *= tl.rsqrt(stream_square / width + eps) * tl.rsqrt(key_square / width + eps) * root
+        size = tl.sqrt(tl.maximum(tl.abs(dot), FLOOR, propagate_nan=tl.PropagateNan.ALL))
+        gate = 1.0 / (1.0 + exponential(tl.where(dot < 0, size, -size)))
+        for chunk in tl.static_range(CHUNKS):
+            col = chunk * BLOCK + tl.arange(0, BLOCK)
+            y = narrow(widen(streams[chunk]) + gate * widen(values[chunk]), y_ptr.dtype.element_ty)
+            if IMAGES:
+                y = tl.where(stays, streams[chunk], y)
+            tl.store(y_ptr + (row * STREAMS + stream) * width + col, y, mask=col < width)
 
 
 def engram_gate(
@@ -181,13 +199,14 @@ def engram_gate(
     if y.numel():
         s, keys, value, weight = (x if x.stride(-1) == 1 else x.contiguous() for x in (s, keys, value, weight))
         chunks, block = chunked(width)
-        _engram_gate[(rows, streams)](
+        _engram_gate[(min(rows, GATES // streams) * streams,)](
             s,
             keys,
             value,
             weight,
             images.contiguous() if images is not None else None,
             y,
+            rows,
             width,
             s.stride(0),
             s.stride(1),
@@ -197,6 +216,7 @@ def engram_gate(
             weight.stride(0),
             eps,
             width**-0.5,
+            STREAMS=streams,
             FLOOR=plain.GATE_FLOOR,
             IMAGES=images is not None,
             CHUNKS=chunks,

@@ -174,13 +174,31 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _sum_of_shares(ptr, item, CHUNKS: tl.constexpr, STEP: tl.constexpr, SHARES: tl.constexpr):
-    """ptr[c * STEP + item] summed over the shares c of a row; item [A, B]."""
-    total = tl.zeros((SHARES, item.shape[0], item.shape[1]), tl.float32)
+def _sum_of_shares(ptr, item, inside, CHUNKS: tl.constexpr, STEP: tl.constexpr, SHARES: tl.constexpr):
+    """ptr[c * STEP + item] summed over the shares c of a row; item [N]."""
+    total = tl.zeros((SHARES, item.shape[0]), tl.float32)
     for first in tl.static_range(0, CHUNKS, SHARES):
-        share = (first + tl.arange(0, SHARES))[:, None, None]
-        total += tl.load(ptr + share * STEP + item[None, :, :], mask=share < CHUNKS, other=0.0)
+        share = (first + tl.arange(0, SHARES))[:, None]
+        total += tl.load(ptr + share * STEP + item[None, :], mask=(share < CHUNKS) & inside[None, :], other=0.0)
     return tl.sum(total, axis=0)
+
+
+@triton.jit
+def _scaled(c, eps, GROUP: tl.constexpr, STEP: tl.constexpr, S: tl.constexpr):
+    """c, a tuple of S*S, with every row (GROUP S, STEP 1) or column (1, S) divided by its sum and eps."""
+    inverse = ()
+    for i in tl.static_range(S):
+        if S == 4:
+            total = (c[i * GROUP] + c[i * GROUP + STEP]) + (c[i * GROUP + 2 * STEP] + c[i * GROUP + 3 * STEP])
+        elif S == 2:
+            total = c[i * GROUP] + c[i * GROUP + STEP]
+        else:
+            total = c[i * GROUP]
+        inverse = inverse + (_inverse(total + eps),)  # noqa: RUF005
+    scaled = ()
+    for ij in tl.static_range(S * S):
+        scaled = scaled + (c[ij] * inverse[ij // S if STEP == 1 else ij % S],)  # noqa: RUF005
+    return scaled
 
 
 @triton.jit
@@ -201,29 +219,41 @@ def _row_weights(
     CHUNKS: tl.constexpr,
     SHARES: tl.constexpr,
 ):
+    """The exchange weights are scalars, that every thread has all of: the iterations wait for no other thread."""
     mixes: tl.constexpr = (2 + S) * S
-    stream = tl.arange(0, S)
-    one = stream[None, :]  # [1, S]
-    square = stream[:, None] * S + stream[None, :]  # [S, S], the input stream first
-    squares_ptr += row * (2 * CHUNKS)
-    products_ptr += row * (mixes * CHUNKS)
-    total = _sum_of_shares(squares_ptr, tl.arange(0, 1)[:, None], CHUNKS, 2, SHARES)
-    statistic = tl.rsqrt(total / (S * width) + norm_eps)  # [1, 1]
-    z = _sum_of_shares(products_ptr, one, CHUNKS, mixes, SHARES) * statistic
-    z = _sigmoid(z * tl.load(scale_ptr) + tl.load(base_ptr + one)) + hc_eps
-    tl.store(pre_ptr + row * S + one, z)
-    z = _sum_of_shares(products_ptr, S + one, CHUNKS, mixes, SHARES) * statistic
-    z = 2 * _sigmoid(z * tl.load(scale_ptr + 1) + tl.load(base_ptr + S + one))
-    tl.store(post_ptr + row * S + one, z)
-    z = _sum_of_shares(products_ptr, 2 * S + square, CHUNKS, mixes, SHARES) * statistic
-    z = z * tl.load(scale_ptr + 2) + tl.load(base_ptr + 2 * S + square)
-    c = exponential(z - tl.max(z, axis=1)[:, None])
-    c = c * _inverse(tl.sum(c, axis=1))[:, None] + hc_eps
-    c = c * _inverse(tl.sum(c, axis=0) + hc_eps)[None, :]
+    mix = tl.arange(0, triton.next_power_of_2(mixes))
+    inside = mix < mixes
+    only = tl.arange(0, 1)
+    total = _sum_of_shares(squares_ptr + row * (2 * CHUNKS), only, only == 0, CHUNKS, 2, SHARES)
+    z = _sum_of_shares(products_ptr + row * (mixes * CHUNKS), mix, inside, CHUNKS, mixes, SHARES)
+    kind = tl.where(mix < S, 0, tl.where(mix < 2 * S, 1, 2))
+    z = z * tl.rsqrt(tl.sum(total) / (S * width) + norm_eps)
+    z = z * tl.load(scale_ptr + kind) + tl.load(base_ptr + mix, mask=inside, other=0.0)
+    gate = _sigmoid(z)
+    tl.store(pre_ptr + row * S + mix, gate + hc_eps, mask=mix < S)
+    tl.store(post_ptr + row * S + mix - S, 2 * gate, mask=(mix >= S) & (mix < 2 * S))
+
+    c = ()
+    for i in tl.static_range(S):
+        logits = ()
+        for j in tl.static_range(S):
+            logits = logits + (tl.sum(tl.where(mix == 2 * S + i * S + j, z, 0.0)),)  # noqa: RUF005
+        most = logits[0]
+        for j in tl.static_range(1, S):
+            most = tl.maximum(most, logits[j])
+        for j in tl.static_range(S):
+            c = c + (exponential(logits[j] - most),)  # noqa: RUF005
+    c = _scaled(c, 0.0, S, 1, S)
+    shifted = ()
+    for ij in tl.static_range(S * S):
+        shifted = shifted + (c[ij] + hc_eps,)  # noqa: RUF005
+    c = _scaled(shifted, hc_eps, 1, S, S)
     for _ in range(bound(iters) - 1):
-        c = c * _inverse(tl.sum(c, axis=1) + hc_eps)[:, None]
-        c = c * _inverse(tl.sum(c, axis=0) + hc_eps)[None, :]
-    tl.store(comb_ptr + row * (S * S) + square, c)
+        c = _scaled(_scaled(c, hc_eps, S, 1, S), hc_eps, 1, S, S)
+    found = tl.zeros((S * S,), tl.float32)
+    for ij in tl.static_range(S * S):
+        found = tl.where(tl.arange(0, S * S) == ij, c[ij], found)
+    tl.store(comb_ptr + row * (S * S) + tl.arange(0, S * S), found)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -274,7 +304,8 @@ def _finish(
         col = ((program - rows) % PIECES).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
         at = row * width + col
         read = tl.load(read_ptr + at, mask=col < width, other=0.0)
-        total = _sum_of_shares(squares_ptr + row * (2 * CHUNKS) + 1, tl.arange(0, 1)[:, None], CHUNKS, 2, SHARES)
+        only = tl.arange(0, 1)
+        total = _sum_of_shares(squares_ptr + row * (2 * CHUNKS) + 1, only, only == 0, CHUNKS, 2, SHARES)
         statistic = tl.rsqrt(tl.sum(total) / width + norm_eps)
         weight = widen(tl.load(weight_ptr + col, mask=col < width, other=0.0))
         y = widen(read) * statistic * weight
