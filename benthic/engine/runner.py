@@ -122,11 +122,12 @@ class Runner:
 
     def _run_on_device(self, plan: StepPlan, uploads: batches.Uploads) -> StepResult:
         started = perf_counter()
-        chunks, scores = plan.chunks, {}
-        size = self._graphs.size(plan.tokens) if self._graphs is not None and not plan.scores else None
-        if self._graphs is not None and size is not None and plan.tokens == len(chunks):
-            uploads.decode(plan, self._graphs.columns(size))
-            decided = self._graphs.run(size)
+        chunks, graphs, scores = plan.chunks, self._graphs, {}
+        decodes = not plan.scores and plan.tokens == len(chunks)
+        size = graphs.size(len(chunks)) if graphs is not None and decodes else None
+        if graphs is not None and size is not None:
+            uploads.decode(plan, graphs.columns(size))
+            decided = graphs.run(size)
             rows = [i for i, chunk in enumerate(chunks) if chunk.sample]  # of each draw
         else:
             step = uploads.step(plan)
@@ -138,9 +139,10 @@ class Runner:
             return StepResult([], scores=scores)
         self._back.start(decided.drawn)
         enqueued = perf_counter()
-        tokens, peaks = self._back.wait()
         requests = [chunk.request for chunk in chunks if chunk.sample]
-        sampled = self.sampler.finish_rows(tokens, peaks, decided.logits, rows, plan.draws, requests)
+        special = self.sampler.special(plan.draws)
+        tokens, peaks = self._back.wait()
+        sampled = self.sampler.finish_rows(tokens, peaks, decided.logits, rows, plan.draws, requests, special)
         self._correct(plan, sampled, [tokens[row] for row in rows])
         self.forward_seconds, self.sample_seconds = enqueued - started, perf_counter() - enqueued
         return StepResult(sampled.tokens, sampled.failures, sampled.logprobs, scores)

@@ -80,8 +80,19 @@ class Sampler:
                 logprobs[i] = entry._replace(top=entry.top[: draws[i].params.logprobs])
         return Sampled(tokens, failures, logprobs)
 
+    def special(self, draws: Sequence[Draw]) -> list[int]:
+        """Draws that `draw_rows` does not serve: penalties, a bias or masks of their own, log-probabilities."""
+        known = self._recipes
+        return [
+            i
+            for i, draw in enumerate(draws)
+            if draw.context is not None
+            or draw.blocked
+            or not (known.get(id(draw.params)) or self._recipe(draw.params)).plain
+        ]
+
     def draw_rows(self, logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        """Tokens [R] int64 and peaks [R] f32, on the device alone. What `finish_rows` names is left out.
+        """Tokens [R] int64 and peaks [R] f32, on the device alone; what makes a draw special is left out.
 
         logits  [R, V] f32.
         """
@@ -96,25 +107,18 @@ class Sampler:
         rows: Sequence[int],
         draws: Sequence[Draw],
         requests: Sequence[int],
+        special: Sequence[int],
     ) -> Sampled:
-        """What `draw_rows` decided, back on the host. Rows that ask for more are decided here: penalties, a bias or
-        masks of their own, log-probabilities.
+        """What `draw_rows` decided, back on the host; special draws are decided here.
 
         tokens, peaks, logits   of R or more rows, one of them for each draw: number rows[i] for draw i.
+        special                 as the method of this name found them.
         """
         tokens = [tokens[row] for row in rows]
         failures: dict[int, BenthicError] = {}
         logprobs: dict[int, TokenLogprobs] = {}
         for i in np.flatnonzero(~np.isfinite(peaks[list(rows)])).tolist():
             failures[i] = self._failure(peaks[rows[i]], draws[i], requests[i])
-        known = self._recipes
-        special = [
-            i
-            for i, draw in enumerate(draws)
-            if draw.context is not None
-            or draw.blocked
-            or not (known.get(id(draw.params)) or self._recipe(draw.params)).plain
-        ]
         if special:
             at = torch.tensor([rows[i] for i in special], device=logits.device)
             again = self(logits[at], [draws[i] for i in special], [requests[i] for i in special])
