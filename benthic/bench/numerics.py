@@ -471,7 +471,10 @@ def compare(
 
     returns  {"a : b": {"logits", "layers"}}; layers fed with equal streams.
     """
-    models = {name: from_checkpoint(checkpoint, NUMERICS[name], device) for name in (REFERENCE, *profiles)}
+    names = (REFERENCE, *profiles)
+    models = {name: from_checkpoint(checkpoint, NUMERICS[name], device) for name in names}
+    with backends.reference():  # loaded so too: a backend may keep weights in a form of its own
+        plain = {name: from_checkpoint(checkpoint, NUMERICS[name], device) for name in names}
     pairs = [(REFERENCE, name) for name in profiles]
     if {"production", "fast"} <= models.keys():
         pairs.append(("production", "fast"))  # all that lies between them is one scale a row
@@ -482,7 +485,7 @@ def compare(
         for a, b in pairs:
             logits[f"{a} : {b}"].add(runs[b].logits, runs[a].logits)
             layers[f"{a} : {b}"].append(layer_errors(forward(models[b], ids, runs[a].entries), runs[a]))
-        for name, model in models.items():
+        for name, model in plain.items():
             with backends.reference():
                 logits[f"{name} : plain torch"].add(forward(model, ids).logits, runs[name].logits)
                 layers[f"{name} : plain torch"].append(

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from benthic.cli import main
 from benthic.config import Config
 from benthic.engine.llm import LLM
 from benthic.errors import BenchError
-from benthic.kernels import gemm, moe_experts, quant
+from benthic.kernels import backends, gemm, moe_experts, quant
 from benthic.models.deepseek_v41 import DeepseekV41, from_checkpoint
 from benthic.models.weights import Checkpoint
 from benthic.train import data
@@ -220,6 +221,31 @@ def test_logits_compared_by_hand() -> None:
     assert found["kl"] == pytest.approx(kl / 2)
     assert found["same first token"] == 0.5
     assert found["largest difference"] == pytest.approx(math.log(3.0))
+
+
+def test_plain_torch_runs_on_weights_that_were_loaded_for_it(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backend may keep weights in a form that only its own ops read."""
+    loaded: dict[int, bool] = {}
+
+    def plainly() -> bool:
+        return backends._forced.get() == "reference"
+
+    def load(*arguments: Any) -> DeepseekV41:
+        model = from_checkpoint(*arguments)
+        loaded[id(model)] = plainly()
+        return model
+
+    def run(model: DeepseekV41, *arguments: Any) -> numerics.Run:
+        assert loaded[id(model)] == plainly()
+        return numerics.Run(torch.zeros(1, 2), [], [])
+
+    monkeypatch.setattr(numerics, "from_checkpoint", load)
+    monkeypatch.setattr(numerics, "forward", run)
+    found = numerics.compare(checkpoint, [[0, 5]], ("fast",), CPU)
+    assert set(found) == {"reference : fast", "reference : plain torch", "fast : plain torch"}
+    assert sorted(loaded.values()) == [False, False, True, True]
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------
