@@ -39,28 +39,13 @@ DEQUANTISE: gl.constexpr = gl.constexpr("""{
 }""")
 
 
-@gluon.constexpr_function
-def _codes_layout(height, groups):
-    """[row, group, column]: groups of 32 columns of `height` rows as the matrix instruction takes them from bf16."""
-    return gl.DistributedLinearLayout(
-        [
-            [0, 0, 1],
-            [8, 0, 0],
-            [0, 0, 8],
-            [0, 0, 16],
-            *([[0, 1, 0]] * (groups == 2)),
-            *([[64, 0, 0]] * (height == 128)),
-        ],
-        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        [[16, 0, 0], [32, 0, 0]],
-        [],
-        [height, groups, 32],
-    )
+# Who has what of a warpgroup's weight rows, as the matrix instruction takes them from registers in bf16: lane =
+# 4 * (row % 8) + thread of the row, warp = strip of 16 rows % 4. The same thing as a plane and in blocks of scales.
 
 
 @gluon.constexpr_function
 def _plane_layout(height, groups):
-    """The same as [row, column]."""
+    """[row, column], 32 columns a group"""
     return gl.DistributedLinearLayout(
         [[0, 1], [8, 0], [0, 8], [0, 16], *([[0, 32]] * (groups == 2)), *([[64, 0]] * (height == 128))],
         [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
@@ -70,21 +55,35 @@ def _plane_layout(height, groups):
     )
 
 
+@gluon.constexpr_function
+def _blocks_layout(height, groups):
+    """[strip, row of it, group, column of it]"""
+    in_strip = [[0, 0, 0, 1], [0, 8, 0, 0], [0, 0, 0, 8], [0, 0, 0, 16]]
+    return gl.DistributedLinearLayout(
+        [*in_strip, *([[0, 0, 1, 0]] * (groups == 2)), *([[4, 0, 0, 0]] * (height == 128))],
+        [[0, 0, 0, 2], [0, 0, 0, 4], [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]],
+        [[1, 0, 0, 0], [2, 0, 0, 0]],
+        [],
+        [height // 16, 16, groups, 32],
+    )
+
+
 @gluon.jit
-def _dequantise(codes, words, FIRST: gl.constexpr, layout: gl.constexpr):
-    """Codes [N, K] in `_plane_layout`, and scales in words of four [N], theirs from FIRST on -> bf16 [N, K]."""
-    height: gl.constexpr = codes.shape[0]
+def _dequantise(codes, words, FIRST: gl.constexpr, operand: gl.constexpr):
+    """Codes [N, K] in `_plane_layout`, and scales, a word of four for a strip, from FIRST on -> bf16 [N, K]."""
+    strips: gl.constexpr = words.shape[0]
     groups: gl.constexpr = codes.shape[1] // 32
-    blocks: gl.constexpr = _codes_layout(height, groups)
-    shift = 8 * (FIRST + gl.arange(0, groups, gl.SliceLayout(0, gl.SliceLayout(2, blocks))))
-    byte = (gl.expand_dims(words, 1) >> gl.expand_dims(shift, 0)) & 0xFF
+    blocks: gl.constexpr = _blocks_layout(16 * strips, groups)
+    of_groups: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, blocks)))
+    shift = gl.expand_dims(gl.expand_dims(8 * (FIRST + gl.arange(0, groups, of_groups)), 0), 1)
+    byte = (gl.expand_dims(gl.expand_dims(words, 1), 2) >> shift) & 0xFF
     factor = ((gl.minimum(byte, 135) + 120) << 7).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    codes = gl.convert_layout(gl.reshape(codes, (height, groups, 32)), blocks, assert_trivial=True)
-    factor = gl.broadcast(gl.expand_dims(factor, 2), codes)[0]
+    codes = gl.convert_layout(gl.reshape(codes, (strips, 16, groups, 32)), blocks, assert_trivial=True)
+    factor = gl.broadcast(gl.expand_dims(factor, 3), codes)[0]
     values = gl.inline_asm_elementwise(
         DEQUANTISE, "=r,h,r", [codes.to(gl.uint8, bitcast=True), factor], dtype=gl.bfloat16, is_pure=False, pack=2
     )
-    return gl.convert_layout(gl.reshape(values, (height, groups * 32)), layout, assert_trivial=True)
+    return gl.convert_layout(gl.reshape(values, (16 * strips, groups * 32)), operand, assert_trivial=True)
 
 
 @gluon.jit
@@ -117,7 +116,7 @@ def _producer(rings, bars, descs, sizes, PDL: gl.constexpr):
     ahead = 0
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        _, column, row, first, last = _place(gl.program_id(0), sizes, HEIGHT, ROWS)
+        _part, column, row, first, last = _place(gl.program_id(0), sizes, HEIGHT, ROWS)
         ahead = gl.minimum(STAGES, last - first)
         for stage in range(ahead):
             mbarrier.expect(full.index(stage), stage_bytes)
@@ -127,7 +126,7 @@ def _producer(rings, bars, descs, sizes, PDL: gl.constexpr):
     stage = 0
     phase = 1
     for piece in range(gl.program_id(0), _pieces(sizes, HEIGHT, ROWS), gl.num_programs(0)):
-        _, column, row, first, last = _place(piece, sizes, HEIGHT, ROWS)
+        _part, column, row, first, last = _place(piece, sizes, HEIGHT, ROWS)
         x_first = column // group_width * k
         for step in range(first, last):
             bar = full.index(stage)
@@ -143,9 +142,11 @@ def _producer(rings, bars, descs, sizes, PDL: gl.constexpr):
 
 
 @gluon.jit
-def _store(acc, y_ptr, part, column, row, sizes):
-    """Sums [N, M] to y [parts, M, N]; a thread has 16 bytes of one row."""
+def _store(acc, y_ptr, piece, sizes, PART: gl.constexpr):
+    """A warpgroup's sums [N, M] of a piece to y [parts, M, N]; a thread has 16 bytes of one row."""
     rows, n, _, _, _, _ = sizes
+    part, column, row, _first, _last = _place(piece, sizes, 2 * acc.shape[0], acc.shape[1])
+    column += PART * acc.shape[0]
     y = acc.to(y_ptr.dtype.element_ty)
     wide: gl.constexpr = y.shape[0]
     many: gl.constexpr = 128 // y.dtype.primitive_bitwidth
@@ -174,14 +175,14 @@ def _blocks(rings, bars, pointers, sizes, scale_stride, PART: gl.constexpr):
     operand: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
     GROUPS: gl.constexpr = 2 if half == 64 and ROWS <= 128 else 1  # unpacked at a time; registers are few
     plane: gl.constexpr = _plane_layout(half, GROUPS)
+    strips: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, _blocks_layout(half, GROUPS))))
     stage = 0
     phase = 0
     before = STAGES - 1
     for piece in range(gl.program_id(0), _pieces(sizes, HEIGHT, ROWS), gl.num_programs(0)):
-        part, column, row, first, last = _place(piece, sizes, HEIGHT, ROWS)
-        column += PART * half
-        weight_row = column + gl.arange(0, half, gl.SliceLayout(1, gl.SliceLayout(2, _codes_layout(half, GROUPS))))
-        words_ptr = scales_ptr + gl.minimum(weight_row, sizes[1] - 1) // 32 * scale_stride
+        _part, column, _row, first, last = _place(piece, sizes, HEIGHT, ROWS)
+        strip = column + PART * half + 16 * gl.arange(0, half // 16, strips)
+        words_ptr = scales_ptr + gl.minimum(strip, sizes[1] - 1) // 32 * scale_stride
         acc = gl.full((half, ROWS), 0.0, gl.float32, sums)
         ahead = gl.load(words_ptr + first)
         for step in range(first, last):
@@ -203,7 +204,7 @@ def _blocks(rings, bars, pointers, sizes, scale_stride, PART: gl.constexpr):
                 phase ^= 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(before), count=1)
-        _store(acc, y_ptr, part, column, row, sizes)
+        _store(acc, y_ptr, piece, sizes, PART)
 
 
 @gluon.jit
@@ -220,7 +221,7 @@ def _rows(rings, bars, pointers, sizes, groups, PART: gl.constexpr):
     stage = 0
     phase = 0
     for piece in range(gl.program_id(0), _pieces(sizes, HEIGHT, ROWS), gl.num_programs(0)):
-        part, column, row, first, last = _place(piece, sizes, HEIGHT, ROWS)
+        _part, column, row, first, last = _place(piece, sizes, HEIGHT, ROWS)
         group = column // sizes[3]
         column += PART * half
         acc = gl.full((half, ROWS), 0.0, gl.float32, sums)
@@ -240,7 +241,7 @@ def _rows(rings, bars, pointers, sizes, groups, PART: gl.constexpr):
         token = gl.minimum(row + gl.arange(0, ROWS, gl.SliceLayout(0, sums)), sizes[0] - 1)
         total *= gl.expand_dims(gl.load(scales_ptr + weight_row), 1)
         total *= gl.expand_dims(gl.load(x_scales_ptr + token * groups + group), 0)
-        _store(total, y_ptr, part, column, row, sizes)
+        _store(total, y_ptr, piece, sizes, PART)
 
 
 @gluon.jit
