@@ -172,6 +172,32 @@ def test_poisoned_memory(device: torch.device, kind: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [40, 130])
+@pytest.mark.parametrize("kind", PACKED)
+def test_every_configuration(kind: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Edges in both directions, one slice and several; then groups, each with its columns of x."""
+    from benthic.kernels.triton import gemm, tuning
+
+    device = torch.device("cuda")
+    x, weight = torch.randn(rows, 1280, device=device).bfloat16(), packed(kind, 672, 1280, device)
+    want, size = exact(entering(x, kind), quant.values(weight, torch.float32))
+    several, stack = torch.randn(rows, 3, 256, device=device).bfloat16(), packed(kind, 512, 256, device, 3)
+    group_want, group_size = exact(entering(several, kind).transpose(0, 1), quant.values(stack, torch.float32))
+    for config in gemm.CANDIDATES[kind].values():
+        monkeypatch.setattr(tuning, "config", lambda op, key, few, default, this=config: {**default, **this})
+        for slices in (1, 3):
+
+            def cut(config: tuning.Config, _rows: int, _n: int, k: int, slices: int = slices) -> tuple[int, int]:
+                steps = -(-k // config["BLOCK_K"])
+                return min(slices, steps), steps
+
+            monkeypatch.setattr(gemm, "_slices", cut)
+            assert_close(rule(kind, device), linear(x, weight), want, size)
+            y = grouped_linear(several, stack)
+            assert_close(rule(kind, device), y, group_want.transpose(0, 1), group_size.transpose(0, 1))
+
+
+@pytest.mark.gpu
 def test_beyond_2_to_31_elements() -> None:
     device = torch.device("cuda")
     memory = torch.empty(70000, 32768, dtype=torch.bfloat16, device=device)
