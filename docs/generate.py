@@ -1,19 +1,37 @@
-"""Write the generated pages, or with --check say which of them no longer match the code."""
+"""Write the generated pages and the tables in kernels.md, or with --check say which no longer match their sources."""
 
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import kernel_tables
 
 from benthic import config, metrics
 
-PAGES = {"configuration.md": config.markdown, "metrics.md": metrics.markdown}
+FOLDER = Path(__file__).parent
+BLOCK = re.compile(r"^(<!-- generated: (.+) -->\n)(?:.*\n)*?(<!-- end -->)$", re.MULTILINE)
+
+
+def kernels() -> str:
+    """kernels.md with its tables made anew; the text around them is written by hand."""
+    page = (FOLDER / "kernels.md").read_text(encoding="utf-8")
+    return BLOCK.sub(lambda at: f"{at[1]}\n{kernel_tables.BLOCKS[at[2]]()}\n\n{at[3]}", page)
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "configuration.md": config.markdown,
+    "metrics.md": metrics.markdown,
+    "kernels.md": kernels,
+}
 
 
 def main() -> int:
     check, stale = "--check" in sys.argv[1:], 0
     for name, render in PAGES.items():
-        path, text = Path(__file__).parent / name, render()
+        path, text = FOLDER / name, render()
         if check and (not path.exists() or path.read_text(encoding="utf-8") != text):
-            print(f"docs/{name} does not match the code; run `make docs` and commit it", file=sys.stderr)
+            print(f"docs/{name} does not match its sources; run `make docs` and commit it", file=sys.stderr)
             stale += 1
         elif not check:
             path.write_text(text, encoding="utf-8")

@@ -1,0 +1,230 @@
+"""The generated tables of kernels.md: what was measured, from the files of results/.
+
+A table whose file is not there yet says which command makes it.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[1] / "results"
+GPU, CPU = "nvidia-h200", "amd-epyc-2-cores"
+Found = dict[str, Any]
+
+
+def read(name: str, *machines: str) -> tuple[Found, str] | None:
+    """A result of the first machine that has it, and the link to it; None: of none."""
+    for machine in machines or (GPU,):
+        path = RESULTS / machine / f"{name}.json"
+        if path.is_file():
+            return json.loads(path.read_text(encoding="utf-8")), f"../results/{machine}/{name}.json"
+    return None
+
+
+def grid(head: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> str:
+    """A Markdown table; all but the first `words` columns are numbers."""
+    bars = ["---"] * words + ["---:"] * (len(head) - words)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, bars, *rows))
+
+
+def absent(command: str) -> str:
+    return f"Not measured yet: `{command}`."
+
+
+def source(found: Found, link: str) -> str:
+    machine = found["hardware"]
+    commit = (found["commit"] or "unknown")[:12] + ("+" if (found["commit"] or "").endswith("+") else "")
+    return f"From [{link.rsplit('/', 1)[1]}]({link}): {machine['gpu'] or machine['cpu']}, commit {commit}."
+
+
+def percent(share: float) -> str:
+    """Three digits that count."""
+    return f"{100 * share:.3g} %"
+
+
+# ---- number formats --------------------------------------------------------------------------------------------------
+
+NUMERICS = "benthic bench numerics --data valid.jsonl.xz --device auto"
+
+
+def by_value() -> str:
+    """Schemes by their definitions; the same on any device but for the draw of random numbers."""
+    got = read("numerics-minnow", GPU, CPU)
+    if got is None:
+        return absent(NUMERICS)
+    found, link = got
+    rows: list[list[str]] = []
+    for part, prefix in (("synthetic", ""), ("products", "minnow: ")):
+        for name, values in found.get(part, {}).items():
+            schemes = [percent(values["schemes"][scheme]["error"]) for scheme in ("per 128", "per token", "carried")]
+            spread = values["spread"]
+            helped = [percent(part["error"]) for part in (values["guards"]["10"], values["in two"])]
+            far = [percent(spread["above"]["10"]), str(spread["farthest"])]
+            rows.append([f"{prefix}{name}", *schemes, *helped, *far])
+    head = ("product", "per 128", "per token", "carried", "guard 10", "in two", "tokens above 10", "farthest, binades")
+    return f"{source(found, link)}\n\n{grid(head, rows)}"
+
+
+def on_device() -> str:
+    got = read("numerics-minnow")
+    if got is None:
+        return absent(NUMERICS)
+    found, link = got
+    ways = list(found["sums"]["centred"])
+    sums = grid(
+        ("values", *ways), ([name, *(percent(errors[way]) for way in ways)] for name, errors in found["sums"].items())
+    )
+    kernels = grid(
+        ("product, result in bf16", "exact", "carried"),
+        (
+            [name, *(percent(errors[way]) if way in errors else "" for way in ("exact", "carried"))]
+            for name, errors in found["kernels"].items()
+        ),
+    )
+    return f"{source(found, link)}\n\n{sums}\n\n{kernels}"
+
+
+def in_a_model() -> str:
+    got = read("numerics-minnow", GPU, CPU)
+    if got is None:
+        return absent(NUMERICS)
+    found, link = got
+    rows: list[list[str]] = []
+    for name, values in found["profiles"].items():
+        logits = values["logits"]
+        numbers = [f"{logits['kl']:.2g}", f"{logits['kl 99 %']:.2g}", percent(logits["same first token"])]
+        rows.append([name, *numbers, f"{logits['cosine min']:.5f}", percent(max(values["layers"]))])
+    head = ("compared", "KL, nats", "KL, 99th percentile", "same first token", "cosine, least", "worst layer's error")
+    users = grid(
+        ("profile", "bits per byte", "needles"),
+        (
+            [name, f"{values['bits per byte']:.4f}" if "bits per byte" in values else "", percent(values["needles"])]
+            for name, values in found["users"].items()
+            if "needles" in values
+        ),
+    )
+    return f"{source(found, link)}\n\n{grid(head, rows)}\n\n{users}"
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+OPS = {"head": "linear, head", "candidates": "select_records, candidates"}  # rows whose op is in others too
+
+
+def op_of(case: Found) -> str:
+    return OPS[case["row"]] if case["row"] in OPS else case["op"]
+
+
+def shares() -> str:
+    """An op and variant a line: worst and best share of the floor, and how many targets are met."""
+    got = read("kernel")
+    if got is None:
+        return absent("benthic bench kernel")
+    found, link = got
+    groups: dict[tuple[str, str], list[Found]] = {}
+    for case in found["cases"]:
+        groups.setdefault((op_of(case), case["variant"]), []).append(case)
+    rows: list[list[str]] = []
+    for (op, variant), cases in groups.items():
+        ran = [case for case in cases if "error" not in case]
+        wanted = [case["met"] for case in ran if case["met"] is not None]
+        spans = [span(case["share"] for case in ran if case["phase"] == phase) for phase in ("decode", "prefill")]
+        met = f"{sum(wanted)} of {len(wanted)}" if wanted else ""
+        rows.append([f"`{op}`", variant, *spans, met, str(len(cases) - len(ran) or "")])
+    head = ("op", "variant", "of the floor, decode", "prefill", "targets met", "failed")
+    return f"{source(found, link)}\n\n{grid(head, rows, 2)}"
+
+
+def span(shares: Iterable[float]) -> str:
+    known = [f"{100 * share:.0f}" for share in sorted(shares)]
+    return f"{' to '.join(dict.fromkeys((known[0], known[-1])))} %" if known else ""
+
+
+def times() -> str:
+    got = read("kernel")
+    if got is None:
+        return absent("benthic bench kernel")
+    found, link = got
+    lines: dict[tuple[str, str, str], list[str]] = {}
+    for case in found["cases"]:
+        if "error" in case:
+            continue
+        name, size = parted(case["shape"])
+        peers = [f"{peer} {times['cold_us']:.1f}" for peer, times in case["peers"].items() if "cold_us" in times]
+        beside = f"; {', '.join(peers)}" if peers else ""
+        op = op_of(case)
+        lines.setdefault((op, "" if name in op else name, case["variant"]), []).append(
+            f"{size}: {case['cold_us']:.1f} ({100 * case['share']:.0f} %{beside})"
+        )
+    rows = [[f"`{op}` {name}".strip(), variant, "<br>".join(cells)] for (op, name, variant), cells in lines.items()]
+    limits = found["ceilings"]
+    ceilings = (
+        f"Ceilings of that run: reading {limits['read_bytes'] / 1e12:.2f} TB/s, bf16 products "
+        f"{limits['bf16_flops'] / 1e12:.0f} TFLOP/s, FP8 {limits['fp8_flops'] / 1e12:.0f} TFLOP/s, host link "
+        f"{limits['link_bytes'] / 1e9:.0f} GB/s, a kernel in a graph {1e6 * limits['launch_seconds']:.1f} us."
+    )
+    head = ("op", "variant", "us cold (share of the floor; peers, us)")
+    return f"{source(found, link)} {ceilings}\n\n{grid(head, rows, 3)}"
+
+
+def parted(shape: str) -> tuple[str, str]:
+    """What a case is of, and its size: "wq_b 32768x1280 M=16" -> "wq_b 32768x1280", "M=16"."""
+    words = shape.split(" ")
+    at = next((i for i, word in enumerate(words) if word[:2] in ("M=", "T=", "R=", "n=")), None)
+    return ("", shape) if at is None else (" ".join(words[:at]), " ".join(words[at:]))
+
+
+def rank() -> str:
+    parts: list[str] = []
+    for numerics in ("production", "fast"):
+        got = read(f"rank-ep8-{numerics}")
+        command = f"benthic bench rank --ranks 8 --numerics {numerics}"
+        parts.append(f"### Profile {numerics}\n\n{steps(*got) if got else absent(command)}")
+    return "\n\n".join(parts)
+
+
+def steps(found: Found, link: str) -> str:
+    rows: list[list[str]] = []
+    for step in found["steps"]:
+        if "error" in step:
+            continue
+        context = f"{step['context'] / 1024:.0f}K"
+        idle = percent(step["idle_share"]) if "idle_share" in step else ""
+        rates = [f"{step[key]:.0f}" for key in ("tokens_per_second", "tokens_per_second_a_user")]
+        took = [f"{step['step_ms']:.2f}", f"{step['floor_ms']:.2f}", f"{step['times_floor']:.2f}"]
+        rows.append([f"{step['rows']}", f"{step['requests']}", context, *took, *rates, idle])
+    head = ("rows", "requests", "context", "step, ms", "floor, ms", "times floor", "tokens/s", "a user", "idle")
+    lines = [source(found, link), "", grid(head, rows, 0)]
+    spent = [step for step in found["steps"] if "parts_ms" in step and step["context"] == found["steps"][0]["context"]]
+    if spent:
+        names = sorted(spent[0]["parts_ms"], key=lambda name: -spent[0]["parts_ms"][name])
+        cells = (
+            [name, *(f"{step['parts_ms'].get(name, 0):.2f} / {step['floors_ms'].get(name, 0):.2f}" for step in spent)]
+            for name in names
+        )
+        lines += ["", "Where it goes at the first context, ms measured / floor:", ""]
+        lines.append(grid(("part", *(f"{step['rows']} rows" for step in spent)), cells))
+    for way in ("encoder", "all layers"):
+        if way in found["prefill"]:
+            part, tokens = found["prefill"][way], found["prefill"]["tokens"]
+            best = tokens / part["floor_seconds"]
+            lines += [
+                "",
+                f"Prefill of {tokens} tokens, {way}: {part['tokens_per_second']:.0f} tokens/s, floor {best:.0f}.",
+            ]
+    drawn = Path(link).with_suffix(".png")
+    if (Path(__file__).parent / drawn).is_file():
+        lines += ["", f"![steps by part]({drawn.as_posix()})"]
+    return "\n".join(lines)
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "by value": by_value,
+    "on the device": on_device,
+    "in a model": in_a_model,
+    "shares": shares,
+    "times": times,
+    "rank": rank,
+}

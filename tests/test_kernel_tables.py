@@ -1,0 +1,125 @@
+"""`docs/kernel_tables.py`: tables of kernels.md from result files, and what stands there without them."""
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+HEAD = {"hardware": {"gpu": "A GPU", "cpu": "A CPU"}, "commit": "0123456789abcdef+"}
+CEILINGS = {
+    "read_bytes": 4.15e12,
+    "bf16_flops": 733e12,
+    "fp8_flops": 1.25e15,
+    "link_bytes": 55e9,
+    "launch_seconds": 1e-6,
+}
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[1] / "docs"), *sys.path])
+    module = import_module("kernel_tables")
+    monkeypatch.setattr(module, "RESULTS", tmp_path)
+    return module
+
+
+def keep(folder: Path, name: str, found: dict[str, Any]) -> None:
+    path = folder / "nvidia-h200" / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(HEAD | found))
+
+
+def test_without_results_each_table_names_its_command(tables: ModuleType) -> None:
+    for render in tables.BLOCKS.values():
+        assert "Not measured yet: `benthic bench " in render()
+
+
+def case(op: str, shape: str, phase: str, share: float, **more: Any) -> dict[str, Any]:
+    common = {"row": "a row", "variant": "exact", "cold_us": 12.34, "met": None, "peers": {}}
+    return common | {"op": op, "shape": shape, "phase": phase, "share": share} | more
+
+
+def test_kernels(tables: ModuleType, tmp_path: Path) -> None:
+    cases = [
+        case("linear", "wq_b 32768x1280 M=1", "decode", 0.456, met=True, peers={"cuBLAS": {"cold_us": 20.0}}),
+        case("linear", "wq_b 32768x1280 M=16", "decode", 0.6, met=False, peers={"other": {"error": "absent"}}),
+        case("linear", "wq_b 32768x1280 M=16", "decode", 0.5, variant="fast"),
+        case("linear", "head M=64", "decode", 0.9, row="head"),
+        case("rms_norm", "64x1280", "decode", 0.1),
+        {"op": "rms_norm", "shape": "4096x1280", "row": "a row", "variant": "exact", "phase": "prefill", "error": "no"},
+    ]
+    keep(tmp_path, "kernel", {"cases": cases, "ceilings": CEILINGS})
+    assert tables.shares().splitlines() == [
+        "From [kernel.json](../results/nvidia-h200/kernel.json): A GPU, commit 0123456789ab+.",
+        "",
+        "| op | variant | of the floor, decode | prefill | targets met | failed |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+        "| `linear` | exact | 46 to 60 % |  | 1 of 2 |  |",
+        "| `linear` | fast | 50 % |  |  |  |",
+        "| `linear, head` | exact | 90 % |  |  |  |",
+        "| `rms_norm` | exact | 10 % |  |  | 1 |",
+    ]
+    times = tables.times()
+    assert "reading 4.15 TB/s, bf16 products 733 TFLOP/s, FP8 1250 TFLOP/s, host link 55 GB/s" in times
+    line = "| `linear` wq_b 32768x1280 | exact | M=1: 12.3 (46 %; cuBLAS 20.0)<br>M=16: 12.3 (60 %) |"
+    assert line in times.splitlines()
+    assert "| `linear, head` | exact | M=64: 12.3 (90 %) |" in times.splitlines()
+    assert "| `rms_norm` | exact | 64x1280: 12.3 (10 %) |" in times.splitlines()
+
+
+def test_numerics(tables: ModuleType, tmp_path: Path) -> None:
+    schemes = {name: {"error": 0.037} for name in ("exact", "per 128", "per token")} | {"carried": {"error": 1.234e-6}}
+    spread = {"above": {"10": 0.25}, "farthest": 13}
+    product = {"schemes": schemes, "guards": {"10": {"error": 1e-7}}, "in two": {"error": 0.0}, "spread": spread}
+    logits = {"kl": 0.001234, "kl 99 %": 0.02, "same first token": 0.99, "cosine min": 0.999}
+    keep(
+        tmp_path,
+        "numerics-minnow",
+        {
+            "synthetic": {"normal": product},
+            "products": {"attn.wq_b": product},
+            "sums": {"centred": {"bf16 operands": 1e-6, "FP8 operands": 1e-4}},
+            "kernels": {"normal": {"carried": 0.00225, "exact": 0.00166}, "uneven": {"carried": 0.002}},
+            "profiles": {"reference : fast": {"logits": logits, "layers": [0.01, 0.03]}},
+            "users": {"reference": {"bits per byte": 0.61234, "needles": 0.75}, "fast": {}},
+        },
+    )
+    rows = tables.by_value().splitlines()
+    assert "| normal | 3.7 % | 3.7 % | 0.000123 % | 1e-05 % | 0 % | 25 % | 13 |" in rows
+    assert "| minnow: attn.wq_b | 3.7 % | 3.7 % | 0.000123 % | 1e-05 % | 0 % | 25 % | 13 |" in rows
+    rows = tables.on_device().splitlines()
+    assert "| centred | 0.0001 % | 0.01 % |" in rows
+    assert "| normal | 0.166 % | 0.225 % |" in rows
+    assert "| uneven |  | 0.2 % |" in rows
+    rows = tables.in_a_model().splitlines()
+    assert "| reference : fast | 0.0012 | 0.02 | 99 % | 0.99900 | 3 % |" in rows
+    assert "| reference | 0.6123 | 75 % |" in rows
+
+
+def test_rank(tables: ModuleType, tmp_path: Path) -> None:
+    step = {
+        "rows": 384,
+        "requests": 64,
+        "context": 131072,
+        "step_ms": 17.234,
+        "floor_ms": 15.7,
+        "times_floor": 1.0977,
+        "tokens_per_second": 13000.4,
+        "tokens_per_second_a_user": 203.1,
+        "idle_share": 0.004,
+        "parts_ms": {"head": 0.5, "experts": 11.0},
+        "floors_ms": {"experts": 10.0},
+    }
+    prefill = {"tokens": 32768, "encoder": {"tokens_per_second": 21000.0, "floor_seconds": 1.0}}
+    steps = [step, {"rows": 64, "context": 4096, "error": "no"}]
+    keep(tmp_path, "rank-ep8-fast", {"steps": steps, "prefill": prefill})
+    lines = tables.rank().splitlines()
+    assert "Not measured yet: `benthic bench rank --ranks 8 --numerics production`." in lines
+    assert "| 384 | 64 | 128K | 17.23 | 15.70 | 1.10 | 13000 | 203 | 0.4 % |" in lines
+    at = lines.index("| experts | 11.00 / 10.00 |")
+    assert lines[at + 1] == "| head | 0.50 / 0.00 |"
+    assert "Prefill of 32768 tokens, encoder: 21000 tokens/s, floor 32768." in lines
