@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from benthic.kernels import hyper as plain
-from benthic.kernels.triton import tuning
+from benthic.kernels.triton import hyper_hopper, tuning
 from benthic.kernels.triton.gemm import launch, start
 from benthic.kernels.triton.quant import FLOATS, INTERPRETED, bound, narrow, widen
 from benthic.kernels.triton.runtime import available as available
@@ -30,6 +30,7 @@ from benthic.kernels.triton.swiglu import exponential
 BLOCK = 64  # channels of each stream in a share
 ROWS, WARPS = 16, 4  # rows a program takes at a time, and how many warps share them
 DEFAULTS = {"programs": 480, "num_stages": 1}  # of `_enter`; more rows than for so many programs: each goes farther
+HOPPER, SHAPE = False, (264, 3)
 NORM_BLOCK = 1024  # channels of a norm's warp
 SHARES = 16  # added at a time
 
@@ -367,6 +368,10 @@ def _shares(
         return products, squares, chunks
     out, wide = _adjacent(out) if out is not None else None, _f32(fn)
     config = tuning.config("hyper_read", f"{streams}x{width}", rows, DEFAULTS)
+    if HOPPER and hyper_hopper.serves(s, out, pre, post, comb):
+        weights = (_f32(x) if x is not None else None for x in (pre if read is not None else None, post, comb))
+        hyper_hopper.enter(s, out, *weights, wide, settled, read, products, squares, *SHAPE, launch())
+        return products, squares, chunks
     down = min(triton.cdiv(rows, ROWS), max(config["programs"] // chunks, 1))
     _enter[(chunks, down)](
         s,
