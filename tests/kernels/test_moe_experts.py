@@ -189,7 +189,7 @@ def test_sublayer(device: torch.device, rows: int, one_scale: bool, round_hidden
     shared = (torch.randn(128, 128, device=device) / 11, torch.randn(128, 64, device=device) / 8)
     matrices = [quant.Fp8Matrix(*quant.quantise_weight_fp8(w)) for w in shared]
     dense = [quant.by_row(m) for m in matrices] if one_scale else matrices
-    args = (packed_stack(4, 128, 128, device), packed_stack(4, 128, 64, device), *dense)
+    args: Any = (packed_stack(4, 128, 128, device), packed_stack(4, 128, 64, device), *dense)
     args += (2, True, 1.5, 10.0, round_hidden, one_scale)
     y = fused.moe(h, gate, bias, *args)
     if y is None:  # nothing serves it at this place

@@ -73,7 +73,7 @@ def evaluate(text: str, outputs: int, inputs: list[Tensor]) -> list[Tensor]:
             value = args[0] >> args[1]
         elif op == "shf.l.wrap.b32":
             assert names[0] == names[1]
-            value = moe_experts_hopper.rotate_left(args[0], int(names[2]))
+            value = (args[0] << int(names[2]) | args[0] >> 32 - int(names[2])) & LOW
         elif op == "prmt.b32":
             value = permute(*args)
         elif op == "lop3.b32":

@@ -41,138 +41,20 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from benthic.kernels import backends, quant
 from benthic.kernels.triton import tuning
 from benthic.kernels.triton.gemm import launch
+from benthic.kernels.triton.moe_experts_pack import (
+    BLOCK,
+    KEPT,
+    REST,
+    REST_TURNS,
+    TURNS,
+    Packed,
+    tables,
+)
+from benthic.kernels.triton.moe_experts_pack import columns as columns
+from benthic.kernels.triton.moe_experts_pack import interleave as interleave
+from benthic.kernels.triton.moe_experts_pack import pack as pack
 from benthic.kernels.triton.quant import carry_byte, e8m0_value
 from benthic.kernels.triton.swiglu import gated
-
-# ---- packing ---------------------------------------------------------------------------------------------------------
-
-BLOCK = 128  # weight rows, and columns, that lie together
-
-# Of a row's 128 columns in a block, thread q of the four that share the row in a matrix instruction has 32 codes: four
-# words of 8. Blocks are [128 rows, 4 threads, 4 words], block after block along K, then along N, then over experts.
-
-
-class Packed(NamedTuple):
-    """A stack of expert matrices, packed."""
-
-    shape: torch.Size  # of the values: [E, N, K]
-    words: Tensor  # [E * N/128 * K/128 * 64, 32] int32
-    scales: Tensor  # [E * N/128 * K/128 * 128] int32, four bytes a row and block
-    base: Tensor  # [E, N] f32, a power of two a row
-    carried: bool
-
-
-# Exact: 8 pairs of codes in two words a, b. A pair belongs at bits 15 (sign) and 8..6 (magnitude) of both halves of a
-# register. Rotated, three pairs find room in a word; what a and b have left, put together, holds the other two.
-_KEPT = 0x81C081C0
-_TURNS = (0, 10, 6)  # left rotation of a word that brings a pair to its place
-_REST = 0x0C180C18  # bits of a word that no such pair takes; b's go two places higher
-_REST_TURNS = (12, 2)  # of both words' rest, merged
-
-
-def rotate_left(x: Tensor, by: int) -> Tensor:
-    """32-bit words in int64."""
-    return ((x << by) | (x >> (32 - by))) & 0xFFFFFFFF if by else x
-
-
-def _pack_exact(codes: Tensor) -> Tensor:
-    """codes [..., 8 steps, 2, 2 halves] int64, what a thread has of 128 columns -> words [..., 4]."""
-    size, sign = codes & 7, codes >> 3
-    placed = (size << 6) | (sign << 15)
-    pairs = (placed[..., 0] | (placed[..., 1] << 16)).unflatten(-2, (2, 4)).flatten(-2)  # [..., 2, 8]
-    words = []
-    for half in range(2):
-        pair = pairs[..., half, :]
-        word = [torch.zeros_like(pair[..., 0]) for _ in range(2)]
-        for at in range(6):
-            word[at // 3] |= rotate_left(pair[..., at], 32 - _TURNS[at % 3])
-        rest = torch.zeros_like(word[0])
-        for at in range(2):
-            rest |= rotate_left(pair[..., 6 + at], 32 - _REST_TURNS[at])
-        word[0] |= rest & _REST
-        word[1] |= rotate_left(rest & ~_REST, 30)
-        words += word
-    return torch.stack(words, -1)
-
-
-def _pack_carried(codes: Tensor) -> Tensor:
-    """codes [..., 8, 4] int64, what a thread has of 128 columns -> words [..., 4].
-
-    A word has two groups of four: magnitudes in bits 2..0 of its nibbles, group after group; signs in their bits 3, the
-    first group's in the odd nibbles.
-    """
-    size, sign = codes & 7, codes >> 3
-    at = torch.arange(4, device=codes.device)
-    low = ((size << (4 * at)) | (sign << (8 * at + 7))).sum(-1)  # [..., 8]
-    high = ((size << (4 * at + 16)) | (sign << (8 * at + 3))).sum(-1)
-    return low[..., 0::2] | high[..., 1::2]
-
-
-def magnitudes(carried_scale: Tensor) -> Tensor:
-    """Exponents of groups' scales over their row's [...] -> E4M3 codes of 0 .5 1 1.5 2 3 4 6 [..., 8] uint8."""
-    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=carried_scale.device)
-    values = (sizes * torch.exp2(carried_scale[..., None].float())).clamp(max=quant.FP8_MAX)
-    return values.to(quant.E4M3).view(torch.uint8)
-
-
-TOP, TABLES = 9, 24  # largest exponent there is, and how many below it until all is zero
-
-
-@cache
-def tables(device: torch.device) -> Tensor:
-    """[24] int64: the tables of the exponents 9, 8, ... as bytes, magnitude 0 lowest."""
-    return magnitudes(TOP - torch.arange(TABLES, device=device)).view(torch.int64).squeeze(-1)
-
-
-def columns(carried: bool, device: torch.device | None = None) -> Tensor:
-    """[128] int64: the column that each place of a block of K holds; rows of a product are in this order."""
-    if not carried:
-        return torch.arange(BLOCK, device=device)
-    return torch.arange(BLOCK, device=device).view(4, 8, 4).transpose(0, 1).flatten()
-
-
-def interleave(inner: int, device: torch.device | None = None) -> Tensor:
-    """[2*I] int64: 8 gate rows, then the 8 up rows of the same channels, and so on; both are then in one thread."""
-    rows = torch.arange(2 * inner, device=device).view(2, inner // 8, 8)
-    return rows.transpose(0, 1).flatten()
-
-
-def pack(weight: quant.Fp4Matrix, carried: bool, rows: Tensor | None = None) -> Packed:
-    """Reorder a stack [E, N, K], N and K multiples of 128.
-
-    rows     [N] int64, order of the weight rows; None: as they are.
-    carried  for rows with one scale each, else for bf16 rows.
-    Cost     a few passes over one expert at a time.
-    """
-    experts, n, k = weight.shape
-    assert n % BLOCK == 0, f"{n} weight rows are no blocks of {BLOCK}"
-    assert k % BLOCK == 0, f"{k} columns are no blocks of {BLOCK}"
-    device = weight.codes.device
-    words = torch.empty((experts, n // BLOCK, k // BLOCK, BLOCK, 16), dtype=torch.int32, device=device)
-    scales = torch.empty((experts, n // BLOCK, k // BLOCK, BLOCK, 4), dtype=torch.uint8, device=device)
-    base = torch.empty((experts, n), dtype=torch.float32, device=device)
-    order = torch.arange(n, device=device) if rows is None else rows
-    for e in range(experts):
-        codes = quant.unpack_nibbles(weight.codes[e][order])  # [N, K]
-        bytes_ = weight.scales[e][order].int()  # [N, K/32]
-        blocks = codes.view(n // BLOCK, BLOCK, k // BLOCK, BLOCK).transpose(1, 2).long()
-        if carried:
-            row = quant.carry(
-                quant.dequantise_weight_fp4(weight.codes[e][order], weight.scales[e][order], torch.float32)
-            )[1]
-            exponent = torch.frexp(row)[1] - 1
-            packed = _pack_carried(blocks.unflatten(-1, (4, 8, 4)))
-            offset = (TOP - (bytes_ - 127 - exponent[:, None])).clamp(0, TABLES - 1)
-        else:
-            row = quant.e8m0_value(bytes_.amax(-1).to(torch.uint8))
-            # thread q has columns 16 j + 2 q + (0, 1, 8, 9) of a block
-            packed = _pack_exact(blocks.unflatten(-1, (8, 2, 4, 2)).movedim(-2, -4))
-            offset = (253 - (bytes_.amax(-1, keepdim=True) - bytes_)).clamp(min=0)
-        words[e] = (packed.flatten(-2) & 0xFFFFFFFF).to(torch.int64).view(torch.int32)[..., ::2]
-        scales[e] = offset.view(n // BLOCK, BLOCK, k // BLOCK, 4).transpose(1, 2).to(torch.uint8)
-        base[e] = row.masked_fill((bytes_ == 255).any(-1), torch.nan)
-    return Packed(weight.shape, words.view(-1, 32), scales.view(torch.int32).view(-1), base, carried)
-
 
 # ---- unpacking -------------------------------------------------------------------------------------------------------
 
@@ -183,15 +65,15 @@ def _exact_text(half: int) -> str:
     lines = [".reg .b32 unit, other, rest, t;"]
     for name, group in (("unit", 2 * half), ("other", 2 * half + 1)):
         lines += [f"prmt.b32 {name}, $12, 0, 0x4{group}4{group};", f"shl.b32 {name}, {name}, 7;"]
-    lines += ["shl.b32 t, " + b + ", 2;", f"lop3.b32 rest, {a}, t, {_REST:#x}, 0xe4;"]
+    lines += ["shl.b32 t, " + b + ", 2;", f"lop3.b32 rest, {a}, t, {REST:#x}, 0xe4;"]
     for pair in range(8):
         source = a if pair < 3 else b if pair < 6 else "rest"
-        turn = _TURNS[pair % 3] if pair < 6 else _REST_TURNS[pair - 6]
+        turn = TURNS[pair % 3] if pair < 6 else REST_TURNS[pair - 6]
         if turn > 6:
             lines.append(f"shf.l.wrap.b32 t, {source}, {source}, {turn};")
         elif turn:
             lines.append(f"shl.b32 t, {source}, {turn};")
-        lines.append(f"and.b32 t, {'t' if turn else source}, {_KEPT:#x};")
+        lines.append(f"and.b32 t, {'t' if turn else source}, {KEPT:#x};")
         lines.append(f"mul.rn.bf16x2 ${pair}, t, {'unit' if pair < 4 else 'other'};")
     return "{\n" + "\n".join(lines) + "\n}"
 
