@@ -124,7 +124,6 @@ class Sampler:
             again = self(logits[at], [draws[i] for i in special], [requests[i] for i in special])
             for j, i in enumerate(special):
                 tokens[i] = again.tokens[j]
-                failures.pop(i, None)
                 if j in again.failures:
                     failures[i] = again.failures[j]
                 if j in again.logprobs:

@@ -62,16 +62,16 @@ def test_a_step_runs_in_the_smallest_size_that_holds_it():
     order: list[int] = []
 
     def step(columns: Tensor) -> Tensor:
+        assert len(order) > 3 or not columns.any()  # recorded with nothing but padding
         order.append(columns.shape[1])
         return columns * 1
 
     graphs = Graphs(torch.full((3, 6), 9), step, lambda run: Recorded(run(), run))
-    assert order == [6, 4, 2, 1]  # the largest first, with nothing but padding
+    assert order == [6, 4, 2, 1]  # the largest first
     assert [graphs.size(n) for n in range(8)] == [None, 1, 2, 4, 4, 6, 6, None]
     graphs.columns(4).copy_(torch.arange(12).view(3, 4))
-    order.clear()
     graphs.run(4)
-    assert order == [4]
+    assert order[4:] == [4]
     assert graphs.columns(2).tolist() == [[0, 1], [2, 3], [4, 5]]  # a smaller size is a prefix of the same memory
 
 
