@@ -284,7 +284,9 @@ def placed(chunks: list[tuple[int, int]], form: str, width: int, entries: int, d
     slots, positions, firsts, at = torch.tensor(where, dtype=torch.int64).reshape(-1, 4).unbind(1)
     rows = kv_copy.Rows(*(x.to(device) for x in (slots, positions, firsts, torch.arange(len(where)) - at)))
     starts = tuple(sum(rows for _, rows in chunks[:i]) for i in range(len(chunks) + 1))
-    return Placed(keys, tables.to(device), rows, (rows.positions + 1).clamp(min=0), starts)
+    wider = torch.full((len(chunks) + 1, tables.shape[1] + 3), -1, dtype=torch.int32, device=device)
+    wider[:, :-3] = tables.to(device)
+    return Placed(keys, wider[:, :-3], rows, (rows.positions + 1).clamp(min=0), starts)
 
 
 class StepCase(NamedTuple):

@@ -184,11 +184,13 @@ def _sweep(
     q = tl.trans(q)
     w = widen(tl.load(w_ptr + head, mask=live, other=0.0))
     member = tl.arange(0, TOGETHER)
-    seen = tl.load(visible_ptr + row + member, mask=member < members, other=0)
+    seen = tl.load(visible_ptr + row + member, mask=member < members, other=0).to(tl.int32)
     most = tl.max(seen, axis=0)
     table = tables_ptr + tl.load(slots_ptr + row) * table_stride
     loaded = tl.arange(0, KEYS)
     loaded = _key_of_row(loaded, KEYS, WARPS) if FORMAT == "mxfp4" else loaded
+    last = most - 1
+    ahead = tl.load(table + tl.minimum(begin * KEYS, last) // ENTRIES)  # block of the next tile; it may have no entry
     for tile in tl.range(_bound(begin), _bound(end), num_stages=STAGES):
         if LISTED:
             listed = tile * KEYS + loaded
@@ -198,7 +200,8 @@ def _sweep(
             base = tl.load(table + entry // ENTRIES).to(tl.int64) * pool_stride
             within = entry % ENTRIES
         elif ENTRIES % KEYS == 0:
-            base = tl.load(table + tile * KEYS // ENTRIES).to(tl.int64) * pool_stride
+            base = ahead.to(tl.int64) * pool_stride
+            ahead = tl.load(table + tl.minimum((tile + 1) * KEYS, last) // ENTRIES)
             within = tile * KEYS % ENTRIES + loaded
         else:
             entry = tile * KEYS + loaded
@@ -294,6 +297,7 @@ def _score(
     SIZE: tl.constexpr,
     TOGETHER: tl.constexpr,
     KEYS: tl.constexpr,
+    SHARED_KEYS: tl.constexpr,
     ROWS: tl.constexpr,
     ROUND: tl.constexpr,
     WARPS: tl.constexpr,
@@ -307,15 +311,14 @@ def _score(
     begin = tl.minimum(tl.program_id(0) * share, total)
     end = tl.minimum(begin + share, total)
     if begin < end:
-        top = tl.sum((ends <= begin).to(tl.int32), axis=0)
-        bottom = tl.sum((ends < end).to(tl.int32), axis=0)
-        before = tl.sum(tl.where(t == top, ends - tiles, 0), axis=0)
-        for row in range(_bound(top), _bound(bottom + 1)):
+        row = tl.sum((ends <= begin).to(tl.int32), axis=0)
+        low = begin - tl.sum(tl.where(t == row, ends - tiles, 0), axis=0)
+        left = end - begin
+        while left > 0:
             members, own = _tiles(row, starts_ptr, visible_ptr, rows, first, least, LISTED, SIZE, TOGETHER, KEYS)
-            low = tl.maximum(begin - before, 0)
-            high = tl.minimum(end - before, own)
-            before += own
-            at = tl.full((), 0, tl.int64) + row
+            high = tl.minimum(low + left, own)
+            left -= high - low
+            at = row.to(tl.int64)
             if (members == 1) | (TOGETHER == 1):
                 _sweep(
                     at, 1, low, high, q_ptr, w_ptr, pool_ptr, tables_ptr, slots_ptr, visible_ptr, restrict_ptr,
@@ -323,11 +326,15 @@ def _score(
                     HEADS, H, CHANNELS, FORMAT, ENTRIES, LISTED, SIZE, 1, KEYS, ROUND, WARPS, STAGES,
                 )  # fmt: skip
             elif TOGETHER > 1:
+                parts: tl.constexpr = KEYS // SHARED_KEYS
+                low, high = low * parts, high * parts
                 _sweep(
                     at, members, low, high, q_ptr, w_ptr, pool_ptr, tables_ptr, slots_ptr, visible_ptr, restrict_ptr,
                     scores_ptr, best_ptr, pool_stride, data_offset, scale_offset, table_stride, width, best_width,
-                    HEADS, H, CHANNELS, FORMAT, ENTRIES, LISTED, SIZE, TOGETHER, KEYS, ROUND, WARPS, STAGES,
+                    HEADS, H, CHANNELS, FORMAT, ENTRIES, LISTED, SIZE, TOGETHER, SHARED_KEYS, ROUND, WARPS, STAGES,
                 )  # fmt: skip
+            row += 1
+            low *= 0
 
 
 # Choice
@@ -648,26 +655,29 @@ def _served(q: Tensor, keys: kv_copy.Paged, size: int, *most: int) -> bool:
 class _Launch(NamedTuple):
     """How `_score` cuts its work."""
 
-    keys: int  # a tile
+    keys: int  # a tile of one row
     together: int  # rows that share the unpacking
+    shared_keys: int  # a tile of theirs: part of one
     warps: int
     stages: int
     programs: int  # a processor
     registers: int  # a thread, at most
 
 
-_ALONE = {"keys": 128, "together": 2, "warps": 4, "stages": 3, "programs": 2, "registers": 255}
-_CHUNKS = {"keys": 64, "together": 8, "warps": 4, "stages": 3, "programs": 2, "registers": 255}
-_LISTED = {"keys": 128, "together": 1, "warps": 4, "stages": 2, "programs": 3, "registers": 168}
-_FLOATS = {"keys": 32, "together": 1, "warps": 4, "stages": 1, "programs": 4, "registers": 255}
+_ALONE = {"keys": 128, "together": 2, "shared_keys": 64, "warps": 4, "stages": 2, "programs": 3, "registers": 168}
+_CHUNKS = {"keys": 64, "together": 8, "shared_keys": 64, "warps": 4, "stages": 3, "programs": 2, "registers": 255}
+_LISTED = {"keys": 128, "together": 1, "shared_keys": 128, "warps": 4, "stages": 2, "programs": 3, "registers": 168}
+_FLOATS = {"keys": 32, "together": 1, "shared_keys": 32, "warps": 4, "stages": 1, "programs": 4, "registers": 255}
 
 # no sum has another order in any of them
 CANDIDATES = {
     "scores_alone": {
-        "single": _ALONE | {"together": 1, "programs": 3, "registers": 168},
         "pairs": _ALONE,
-        "pairs, dense": _ALONE | {"programs": 3, "registers": 168},
-        "pairs, deep": _ALONE | {"stages": 5},
+        "pairs, deep": _ALONE | {"stages": 3},
+        "pairs, deep, two": _ALONE | {"stages": 3, "programs": 2, "registers": 255},
+        "pairs of large tiles": _ALONE | {"shared_keys": 128, "stages": 3, "programs": 2, "registers": 255},
+        "fours": _ALONE | {"together": 4},
+        "single": _ALONE | {"together": 1, "stages": 3},
     },
     "scores_chunks": {
         "eights": _CHUNKS,
@@ -675,9 +685,9 @@ CANDIDATES = {
         "fours": _CHUNKS | {"together": 4, "programs": 3, "registers": 168},
     },
     "scores_listed": {
-        "dense": _LISTED | {"programs": 4, "registers": 128},
         "three": _LISTED,
-        "deep": _LISTED | {"stages": 3},
+        "three, deep": _LISTED | {"stages": 3},
+        "four": _LISTED | {"programs": 4, "registers": 128},
     },
     "choose": {"narrow": {"warps": 4}, "medium": {"warps": 8}, "wide": {"warps": 16}},
 }
@@ -719,7 +729,8 @@ def select_records(
     if restrict is not None and emit:  # candidates come from all scores
         records, _ = select_records(*common, restrict, 0, size, starts)
         return records, select_records(*common, None, emit, size, starts)[1]
-    q, w, tables, visible = q.contiguous(), w.contiguous(), tables.contiguous(), visible.contiguous()
+    q, w, visible = q.contiguous(), w.contiguous(), visible.contiguous()
+    tables = tables if tables.stride(1) == 1 else tables.contiguous()
     slots, row_starts = rows.slots.contiguous(), rows.starts.contiguous()
     restrict = None if restrict is None else restrict.to(torch.int32).contiguous()
     total, heads, channels = q.shape
@@ -777,6 +788,7 @@ def select_records(
             SIZE=size,
             TOGETHER=launch.together,
             KEYS=launch.keys,
+            SHARED_KEYS=launch.shared_keys,
             ROWS=64 if portion <= 64 else ROWS_AT_ONCE,  # few values: each is compiled for itself
             ROUND=round_scores,
             WARPS=launch.warps,
