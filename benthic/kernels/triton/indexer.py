@@ -648,8 +648,15 @@ def _served(q: Tensor, keys: kv_copy.Paged, size: int, *most: int) -> bool:
         fits = channels == 128 and q.dtype == torch.bfloat16
     else:
         fits = keys.format == "f32" and q.dtype == torch.float32 and channels in (16, 32, 64, 128)
-    aligned = pool.data_ptr() | pool.stride(0) | keys.data_offset | keys.scale_offset
-    return fits and _fits(size, *most) and aligned % 16 == 0 and q.shape[1] <= 128
+    offsets = pool.data_ptr() | pool.stride(0) | keys.data_offset | keys.scale_offset
+    return fits and _fits(size, *most) and offsets % 16 == 0 and pool.shape[1] % 4 == 0 and q.shape[1] <= 128
+
+
+def _portion(rows: int, row_bytes: float) -> int:
+    """Rows of one launch: as few launches as the scratch allows, and no first row at an odd address."""
+    most = max(min(int(SCRATCH_BYTES / row_bytes), ROWS_AT_ONCE), 1)
+    most -= most % 16 if most > 16 else 0
+    return min(triton.cdiv(rows, 16 * triton.cdiv(rows, most)) * 16, most, rows)
 
 
 class _Launch(NamedTuple):
@@ -721,7 +728,7 @@ def select_records(
     starts: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     size = block_size if emit or restrict is not None else 8
-    if not _served(q, keys, size, topk, emit):
+    if not _served(q, keys, size, topk, emit) or (round_scores and q.dtype != torch.bfloat16):
         return plain.select_records_reference(
             q, w, keys, tables, rows, visible, topk, round_scores, restrict, emit, block_size, starts
         )
@@ -744,12 +751,11 @@ def select_records(
     if not total:
         return records, emitted
     launch = _launch(keys, total, heads, restrict is not None, starts)
+    w = w.to(torch.bfloat16) if round_scores else w
     w = w.float() if launch.together > 2 else w
     width = max(triton.cdiv(most, launch.keys), 1) * launch.keys
     dtype = torch.bfloat16 if round_scores or q.dtype == torch.bfloat16 else torch.float32
-    row_bytes = dtype.itemsize * width * (1 + 1 / size + 1 / (7 * size))
-    portions = triton.cdiv(total, max(min(int(SCRATCH_BYTES / row_bytes), ROWS_AT_ONCE), 1))
-    portion = triton.cdiv(total, portions)
+    portion = _portion(total, dtype.itemsize * width * (1 + 1.2 / size))
     least = min(topk, emit * size) if emit else topk
     scores = torch.empty(portion, width, dtype=dtype, device=device)
     best = torch.empty(portion, _blocks(width, size), dtype=dtype, device=device)
