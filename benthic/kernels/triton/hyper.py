@@ -30,7 +30,7 @@ from benthic.kernels.triton.swiglu import exponential
 BLOCK = 64  # channels of each stream in a share
 ROWS, WARPS = 16, 4  # rows a program takes at a time, and how many warps share them
 DEFAULTS = {"programs": 480, "num_stages": 1}  # of `_enter`; more rows than for so many programs: each goes farther
-HOPPER, SHAPE = False, (264, 3)
+HOPPER, SHAPE, ROWS_H = False, (264, 3), 64
 NORM_BLOCK = 1024  # channels of a norm's warp
 SHARES = 16  # added at a time
 
@@ -175,12 +175,18 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _sum_of_shares(ptr, item, inside, CHUNKS: tl.constexpr, STEP: tl.constexpr, SHARES: tl.constexpr):
-    """ptr[c * STEP + item] summed over the shares c of a row; item [N]."""
+def _sum_of_shares(
+    ptr, item, inside, CHUNKS: tl.constexpr, EACH: tl.constexpr, STEP: tl.constexpr, SHARES: tl.constexpr
+):
+    """ptr[c * STEP + item] summed over the shares c of a row, those EACH of a chunk first; item [N]."""
     total = tl.zeros((SHARES, item.shape[0]), tl.float32)
     for first in tl.static_range(0, CHUNKS, SHARES):
-        share = (first + tl.arange(0, SHARES))[:, None]
-        total += tl.load(ptr + share * STEP + item[None, :], mask=(share < CHUNKS) & inside[None, :], other=0.0)
+        chunk = (first + tl.arange(0, SHARES))[:, None]
+        live = (chunk < CHUNKS) & inside[None, :]
+        part = tl.load(ptr + chunk * (EACH * STEP) + item[None, :], mask=live, other=0.0)
+        for share in tl.static_range(1, EACH):
+            part += tl.load(ptr + (chunk * EACH + share) * STEP + item[None, :], mask=live, other=0.0)
+        total += part
     return tl.sum(total, axis=0)
 
 
@@ -218,6 +224,7 @@ def _row_weights(
     iters,
     S: tl.constexpr,
     CHUNKS: tl.constexpr,
+    EACH: tl.constexpr,
     SHARES: tl.constexpr,
 ):
     """The exchange weights are scalars, that every thread has all of: the iterations wait for no other thread."""
@@ -225,8 +232,8 @@ def _row_weights(
     mix = tl.arange(0, triton.next_power_of_2(mixes))
     inside = mix < mixes
     only = tl.arange(0, 1)
-    total = _sum_of_shares(squares_ptr + row * (2 * CHUNKS), only, only == 0, CHUNKS, 2, SHARES)
-    z = _sum_of_shares(products_ptr + row * (mixes * CHUNKS), mix, inside, CHUNKS, mixes, SHARES)
+    total = _sum_of_shares(squares_ptr + row * (2 * CHUNKS * EACH), only, only == 0, CHUNKS, EACH, 2, SHARES)
+    z = _sum_of_shares(products_ptr + row * (mixes * CHUNKS * EACH), mix, inside, CHUNKS, EACH, mixes, SHARES)
     kind = tl.where(mix < S, 0, tl.where(mix < 2 * S, 1, 2))
     z = z * tl.rsqrt(tl.sum(total) / (S * width) + norm_eps)
     z = z * tl.load(scale_ptr + kind) + tl.load(base_ptr + mix, mask=inside, other=0.0)
@@ -275,6 +282,7 @@ def _finish(
     iters,
     S: tl.constexpr,
     CHUNKS: tl.constexpr,
+    EACH: tl.constexpr,
     SHARES: tl.constexpr,
     PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -298,6 +306,7 @@ def _finish(
             iters,
             S,
             CHUNKS,
+            EACH,
             SHARES,
         )
     elif PIECES > 0:  # the norm of a piece of what a row reads
@@ -306,7 +315,7 @@ def _finish(
         at = row * width + col
         read = tl.load(read_ptr + at, mask=col < width, other=0.0)
         only = tl.arange(0, 1)
-        total = _sum_of_shares(squares_ptr + row * (2 * CHUNKS) + 1, only, only == 0, CHUNKS, 2, SHARES)
+        total = _sum_of_shares(squares_ptr + row * (2 * CHUNKS * EACH) + 1, only, only == 0, CHUNKS, EACH, 2, SHARES)
         statistic = tl.rsqrt(tl.sum(total) / width + norm_eps)
         weight = widen(tl.load(weight_ptr + col, mask=col < width, other=0.0))
         y = widen(read) * statistic * weight
@@ -358,17 +367,19 @@ def _f32(x: Tensor) -> Tensor:
 def _shares(
     pending: plain.Streams, fn: Tensor, settled: Tensor | None, read: Tensor | None
 ) -> tuple[Tensor, Tensor, int]:
-    """Runs `_enter`: products [T, C, M] and squares [T, C, 2] f32 of C shares a row, and C."""
+    """Runs `_enter`: products [T, E*C, M] and squares [T, E*C, 2] f32 of C chunks a row, E shares each, and C."""
     s, pre, out, post, comb = pending
     rows, streams, width = s.shape
     mixes, chunks = (2 + streams) * streams, triton.cdiv(width, BLOCK)
-    products = torch.empty((rows, chunks, mixes), dtype=torch.float32, device=s.device)
-    squares = torch.empty((rows, chunks, 2), dtype=torch.float32, device=s.device)
+    hopper = HOPPER and hyper_hopper.serves(s, out, pre, post, comb)
+    each = 2 if hopper and 2 * chunks * triton.cdiv(rows, ROWS_H) <= SHAPE[0] else 1
+    products = torch.empty((rows, chunks * each, mixes), dtype=torch.float32, device=s.device)
+    squares = torch.empty((rows, chunks * each, 2), dtype=torch.float32, device=s.device)
     if rows == 0:
         return products, squares, chunks
     out, wide = _adjacent(out) if out is not None else None, _f32(fn)
     config = tuning.config("hyper_read", f"{streams}x{width}", rows, DEFAULTS)
-    if HOPPER and hyper_hopper.serves(s, out, pre, post, comb):
+    if hopper:
         weights = (_f32(x) if x is not None else None for x in (pre if read is not None else None, post, comb))
         hyper_hopper.enter(s, out, *weights, wide, settled, read, products, squares, *SHAPE, launch())
         return products, squares, chunks
@@ -442,6 +453,7 @@ def _weights(
         iters,
         S=streams,
         CHUNKS=chunks,
+        EACH=products.shape[1] // chunks,
         SHARES=SHARES,
         PIECES=pieces,
         BLOCK=block,

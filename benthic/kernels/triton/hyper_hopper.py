@@ -46,6 +46,7 @@ _SUMS: gl.constexpr = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16
 _FN: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))  # [mix, channel]
 
 _ROUND: gl.constexpr = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+_WIDEN: gl.constexpr = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
 _FOUR: gl.constexpr = gl.constexpr("ld.global.v4.f32 {$0, $1, $2, $3}, [$4];")
 
 
@@ -75,6 +76,12 @@ def _rounded(x):
 
 
 @gluon.jit
+def _wide(x):
+    """bf16 -> f32, two from a register."""
+    return gl.inline_asm_elementwise(_WIDEN, "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2)
+
+
+@gluon.jit
 def _four(ptr):
     """ptr[0] to ptr[3], at a multiple of 16 bytes."""
     kinds: gl.constexpr = (gl.float32, gl.float32, gl.float32, gl.float32)
@@ -84,13 +91,28 @@ def _four(ptr):
 
 
 @gluon.jit
-def _fetch(descs, rings, bars, unit, units, step, PENDING: gl.constexpr):
+def _row_weights(pre_ptr, post_ptr, comb_ptr, tile, rows, PENDING: gl.constexpr, READ: gl.constexpr):
+    """Of every row of a tile, [64, 1] each: how it is read, how written, and how streams exchange."""
+    row = tile.to(gl.int64) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, _UNIT))
+    row = gl.minimum(row, rows - 1)
+    found = ()
+    if READ:
+        found = found + _four(pre_ptr + row * STREAMS)
+    if PENDING:
+        found = found + _four(post_ptr + row * STREAMS)
+        for j in gl.static_range(STREAMS):
+            found = found + _four(comb_ptr + row * (STREAMS * STREAMS) + j * STREAMS)
+    return found
+
+
+@gluon.jit
+def _fetch(descs, rings, bars, unit, units, step, PENDING: gl.constexpr, UNITS: gl.constexpr):
     """Begins to copy a unit; without effect past the last one."""
     s_desc, out_desc = descs
     s_ring, out_ring = rings
     stage = unit % s_ring.shape[0]
-    row = (gl.program_id(1) + unit // 2 * step) * ROWS
-    column = gl.program_id(0) * (2 * UNIT) + unit % 2 * UNIT
+    row = (gl.program_id(1) + unit // UNITS * step) * ROWS
+    column = (gl.program_id(0) * UNITS + unit % UNITS) * UNIT
     bar = bars.index(stage)
     there = unit < units
     mbarrier.expect(bar, (STREAMS + PENDING) * ROWS * UNIT * 2, pred=there)
@@ -100,18 +122,18 @@ def _fetch(descs, rings, bars, unit, units, step, PENDING: gl.constexpr):
 
 
 @gluon.jit
-def _keep(fn_ptr, kept, width):
+def _keep(fn_ptr, kept, width, UNITS: gl.constexpr):
     """The program's part of `fn` as three bf16 matrices a unit, [mix, 4 streams of 32 channels], high part first."""
     mix = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(1, _FN)), 1)
-    channel = gl.expand_dims(gl.program_id(0) * (2 * UNIT) + gl.arange(0, UNIT, gl.SliceLayout(0, _FN)), 0)
+    channel = gl.expand_dims(gl.program_id(0) * (UNITS * UNIT) + gl.arange(0, UNIT, gl.SliceLayout(0, _FN)), 0)
     units = ()
-    for unit in gl.static_range(2):
+    for unit in gl.static_range(UNITS):
         found = ()
         for k in gl.static_range(STREAMS):
             at = mix * (STREAMS * width) + k * width + unit * UNIT + channel
             found = found + (_turned(gl.load(fn_ptr + at, mask=mix < MIXES, other=0.0)),)  # noqa: RUF005
         units = units + (_all_streams(found),)  # noqa: RUF005
-    for unit in gl.static_range(2):
+    for unit in gl.static_range(UNITS):
         rest = units[unit]
         for level in gl.static_range(3):
             high = (rest.to(gl.int32, bitcast=True) & -65536).to(gl.float32, bitcast=True)
@@ -133,46 +155,46 @@ def _enter(
     squares_ptr,
     rows,
     width,
-    pieces,  # 2; not known to the compiler, that it does not write the loop out
+    pieces,  # UNITS; not known to the compiler, that it does not write the loop out
     PENDING: gl.constexpr,
     READ: gl.constexpr,
+    UNITS: gl.constexpr,
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
+    WRITE: gl.constexpr = STREAMS * READ  # places in a row's weights
+    EXCHANGE: gl.constexpr = WRITE + STREAMS
     chunk, chunks = gl.program_id(0), gl.num_programs(0)
     first, step = gl.program_id(1), gl.num_programs(1)
     tiles = gl.cdiv(rows, ROWS)
-    units = 2 * ((tiles - first + step - 1) // step)
+    units = UNITS * ((tiles - first + step - 1) // step)
     s_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, STREAMS, ROWS, UNIT], s_desc.layout)
     out_ring = s_ring
     if PENDING:
         out_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, UNIT], out_desc.layout)
     descs, rings = (s_desc, out_desc), (s_ring, out_ring)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    kept = gl.allocate_shared_memory(gl.bfloat16, [6, 32, STREAMS * UNIT], gl.NVMMASharedLayout(128, 16, rank=2))
+    kept = gl.allocate_shared_memory(
+        gl.bfloat16, [3 * UNITS, 32, STREAMS * UNIT], gl.NVMMASharedLayout(128, 16, rank=2)
+    )
     for slot in gl.static_range(STAGES):
         mbarrier.init(bars.index(slot), count=1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     for slot in gl.static_range(STAGES - 1):
-        _fetch(descs, rings, bars, slot, units, step, PENDING)
-    _keep(fn_ptr, kept, width)
+        _fetch(descs, rings, bars, slot, units, step, PENDING, UNITS)
+    ahead = _row_weights(pre_ptr, post_ptr, comb_ptr, first, rows, PENDING, READ)
+    _keep(fn_ptr, kept, width, UNITS)
     fence_async_shared()
 
     unit = 0
     for tile in range(first, tiles, step):
         row = tile.to(gl.int64) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, _UNIT))
         live = gl.expand_dims(row < rows, 1)
-        known = gl.minimum(row, rows - 1)
-        if PENDING:
-            post = _four(post_ptr + known * STREAMS)
-            comb = ()
-            for j in gl.static_range(STREAMS):
-                comb = comb + _four(comb_ptr + known * (STREAMS * STREAMS) + j * STREAMS)
-        if READ:
-            pre = _four(pre_ptr + known * STREAMS)
-        at = row * width + chunk * (2 * UNIT)
+        weights = ahead
+        ahead = _row_weights(pre_ptr, post_ptr, comb_ptr, tile + step, rows, PENDING, READ)
+        at = row * width + chunk * (UNITS * UNIT)
         channel = gl.arange(0, UNIT, gl.SliceLayout(0, _UNIT))
         read_at = gl.expand_dims(at, 1) + gl.expand_dims(channel, 0)
         settled_at = gl.expand_dims(at + row * (3 * width), 1) + gl.expand_dims(channel, 0)
@@ -187,36 +209,37 @@ def _enter(
             for j in gl.static_range(STREAMS):
                 loaded = loaded + (planes.index(j).load(_UNIT),)  # noqa: RUF005
             if PENDING:
-                out = out_ring.index(stage).load(_UNIT).to(gl.float32)
+                out = _wide(out_ring.index(stage).load(_UNIT))
             gl.thread_barrier()  # all threads have passed the unit before, whose place is taken now
-            _fetch(descs, rings, bars, unit + STAGES - 1, units, step, PENDING)
+            _fetch(descs, rings, bars, unit + STAGES - 1, units, step, PENDING, UNITS)
             entering = ()
             read = gl.full((ROWS, UNIT), 0.0, gl.float32, _UNIT)
             square = gl.full((ROWS, UNIT), 0.0, gl.float32, _UNIT)
             for k in gl.static_range(STREAMS):
                 stream = loaded[k]
                 if PENDING:
-                    mixed = post[k] * out
+                    mixed = weights[WRITE + k] * out
                     for j in gl.static_range(STREAMS):
-                        mixed += comb[j * STREAMS + k] * loaded[j].to(gl.float32)
+                        mixed += weights[EXCHANGE + j * STREAMS + k] * _wide(loaded[j])
                     stream = _rounded(mixed)
                     gl.store(settled_ptr + settled_at + (k * width + piece * UNIT), stream, mask=live)
-                value = stream.to(gl.float32)
+                value = _wide(stream)
                 square += value * value
                 if READ:
-                    read += pre[k] * value
+                    read += weights[k] * value
                 entering = entering + (_turned(stream),)  # noqa: RUF005
             squares += gl.sum(square, 1)
             if READ:
                 rounded = _rounded(read)
                 gl.store(read_ptr + read_at + piece * UNIT, rounded, mask=live)
-                value = rounded.to(gl.float32)
+                value = _wide(rounded)
                 read_squares += gl.sum(value * value, 1)
             x = gl.convert_layout(_all_streams(entering), gl.DotOperandLayout(0, _SUMS, 2), assert_trivial=True)
+            sums = gl.full((ROWS, 32), 0.0, gl.float32, _SUMS)
             for level in gl.static_range(3):  # the lowest first
                 y = kept.index(piece * 3 + 2 - level).permute((1, 0))
-                products = warpgroup_mma(x, y, products, is_async=True)
-            products = warpgroup_mma_wait(0, deps=(products,))
+                sums = warpgroup_mma(x, y, sums, use_acc=level > 0, is_async=True)
+            products += warpgroup_mma_wait(0, deps=(sums,))
             unit += 1
         share = row * chunks + chunk
         gl.store(squares_ptr + 2 * share, squares, mask=row < rows)
@@ -252,9 +275,10 @@ def enter(
     stages: int,
     options: dict[str, bool],
 ) -> None:
-    """Fills settled, read, products and squares, as `hyper._enter`."""
+    """Fills settled, read, products and squares, as `hyper._enter`; a share is of 64 channels, or 32 where products has
+    room for more: the same sums then, before the two are added."""
     rows, streams, width = s.shape
-    chunks = width // (2 * UNIT.value)
+    chunks = products.shape[1]
     unit = [ROWS.value, UNIT.value]
     planes = s.transpose(0, 1)
     _enter[(chunks, max(min(-(-rows // ROWS.value), programs // chunks), 1))](
@@ -270,9 +294,10 @@ def enter(
         squares,
         rows,
         width,
-        2,
+        width // (chunks * UNIT.value),
         PENDING=out is not None,
         READ=read is not None,
+        UNITS=width // (chunks * UNIT.value),
         STAGES=stages,
         num_warps=4,
         **options,
