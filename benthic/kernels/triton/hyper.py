@@ -31,7 +31,7 @@ BLOCK = 64  # channels of each stream in a share
 ROWS, WARPS = 16, 4  # rows a program takes at a time, and how many warps share them
 DEFAULTS = {"programs": 480, "num_stages": 1}  # of `_enter`; more rows than for so many programs: each goes farther
 HOPPER, SHAPE, ROWS_H = False, (264, 3), 64
-NORM_BLOCK = 1024  # channels of a norm's warp
+NORM_ROWS, NORM_BLOCK = 2, 1024  # rows and channels of a norm's warp
 SHARES = 16  # added at a time
 
 
@@ -285,6 +285,7 @@ def _finish(
     EACH: tl.constexpr,
     SHARES: tl.constexpr,
     PIECES: tl.constexpr,
+    NORM_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -309,17 +310,19 @@ def _finish(
             EACH,
             SHARES,
         )
-    elif PIECES > 0:  # the norm of a piece of what a row reads
-        row = (program - rows) // PIECES
-        col = ((program - rows) % PIECES).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
-        at = row * width + col
-        read = tl.load(read_ptr + at, mask=col < width, other=0.0)
-        only = tl.arange(0, 1)
-        total = _sum_of_shares(squares_ptr + row * (2 * CHUNKS * EACH) + 1, only, only == 0, CHUNKS, EACH, 2, SHARES)
-        statistic = tl.rsqrt(tl.sum(total) / width + norm_eps)
-        weight = widen(tl.load(weight_ptr + col, mask=col < width, other=0.0))
-        y = widen(read) * statistic * weight
-        tl.store(read_ptr + at, narrow(y, read_ptr.dtype.element_ty), mask=col < width)
+    elif PIECES > 0:  # the norm of a piece of what some rows read
+        program -= rows
+        row = program // PIECES * NORM_ROWS + tl.arange(0, NORM_ROWS)
+        col = (program % PIECES).to(tl.int32) * BLOCK + tl.arange(0, BLOCK)
+        live = (row < rows)[:, None] & (col < width)[None, :]
+        at = row[:, None] * width + col[None, :]
+        read = tl.load(read_ptr + at, mask=live, other=0.0)
+        weight_at = col[None, :]
+        weight = widen(tl.load(weight_ptr + weight_at, mask=(col < width)[None, :], other=0.0))
+        total = _sum_of_shares(squares_ptr + 1, row * (2 * CHUNKS * EACH), row < rows, CHUNKS, EACH, 2, SHARES)
+        statistic = tl.rsqrt(total / width + norm_eps)
+        y = widen(read) * statistic[:, None] * weight
+        tl.store(read_ptr + at, narrow(y, read_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -436,7 +439,7 @@ def _weights(
     pieces = triton.cdiv(width, block) if read is not None else 0
     if rows == 0:
         return pre, post, comb
-    _finish[(rows * (1 + pieces),)](
+    _finish[(rows + triton.cdiv(rows, NORM_ROWS) * pieces,)](
         products,
         squares,
         scale,
@@ -456,6 +459,7 @@ def _weights(
         EACH=products.shape[1] // chunks,
         SHARES=SHARES,
         PIECES=pieces,
+        NORM_ROWS=NORM_ROWS,
         BLOCK=block,
         num_warps=1,
         **launch(),
