@@ -236,13 +236,10 @@ def shapes(carried: bool, experts: int = 48, hidden: int = 5120, inner: int = 23
 def test_both_products_share_their_tiles(carried: bool, rows: int) -> None:
     for sizes in ({}, {"experts": 16, "hidden": 256, "inner": 128}, {"hidden": 384}):
         matrices = shapes(carried, **sizes)
-        for invariant in (False, True):
-            with backends.invariant(invariant):
-                chosen = moe_experts_hopper.configs(rows, *matrices)
-            assert chosen[0]["ROWS"] == chosen[1]["ROWS"]
-            for config, matrix in zip(chosen, matrices, strict=True):
-                assert matrix.shape[1] % config["HEIGHT"] == 0
-                assert config["PROMOTE"] or not (invariant and carried)
+        chosen = moe_experts_hopper.configs(rows, *matrices)
+        assert chosen[0]["ROWS"] == chosen[1]["ROWS"]
+        for config, matrix in zip(chosen, matrices, strict=True):
+            assert matrix.shape[1] % config["HEIGHT"] == 0
 
 
 # ---- the products ----------------------------------------------------------------------------------------------------
@@ -276,10 +273,9 @@ def test_every_configuration_gives_the_same_bits(fast: bool, monkeypatch: pytest
     seen: dict[str, Tensor] = {}
     for name, config in moe_experts_hopper.CANDIDATES["carried" if fast else "exact"].items():
         monkeypatch.setattr(moe_experts_hopper, "configs", lambda *_, config=config: (config, config))
-        if config["PROMOTE"]:
-            seen[name] = moe_experts.experts(x, ids, weights, *prepared, 10.0, True, False, fast)
-            alone = moe_experts.experts(x[7:8], ids[7:8], weights[7:8], *prepared, 10.0, True, False, fast)
-            assert torch.equal(alone[0], seen[name][7]), name
+        seen[name] = moe_experts.experts(x, ids, weights, *prepared, 10.0, True, False, fast)
+        alone = moe_experts.experts(x[7:8], ids[7:8], weights[7:8], *prepared, 10.0, True, False, fast)
+        assert torch.equal(alone[0], seen[name][7]), name
     first = next(iter(seen.values()))
     assert [name for name, y in seen.items() if not torch.equal(y, first)] == []
 

@@ -12,7 +12,7 @@ instruction, tokens its columns. In Triton's explicit dialect (Gluon):
     a program     goes from one piece of work (128 or 256 weight rows, one tile of rows, all of K) to the next, and
                   the copies run ahead over that border
 
-Sums run along K in one order whatever the tile, so a row's bits do not depend on the number of rows (but on PROMOTE).
+Sums run along K in one order whatever the tile, so a row's bits do not depend on the number of rows.
 
 Issue slots a weight, of about 3.7 that there are at full bandwidth: exact 2.8 (0.9 of them on the integer pipe, which
 has 1.8), carried 2.0, all of the loop counted.
@@ -38,7 +38,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from benthic.kernels import backends, quant
+from benthic.kernels import quant
 from benthic.kernels.triton import tuning
 from benthic.kernels.triton.gemm import launch
 from benthic.kernels.triton.moe_experts_pack import (
@@ -178,8 +178,7 @@ def _unpack(weights, HALF: gl.constexpr, FORM: gl.constexpr):
 
 
 # What a product does, as bits of FORM
-CARRIED: gl.constexpr = gl.constexpr(1)
-PROMOTE: gl.constexpr = gl.constexpr(2)  # the FP8 unit keeps few bits of a long sum: move it to f32 block by block
+CARRIED: gl.constexpr = gl.constexpr(1)  # FP8; its unit keeps few bits of a long sum, which moves to f32 block by block
 FIRST: gl.constexpr = gl.constexpr(4)  # gate and up rows meet in the activation
 LIMITED: gl.constexpr = gl.constexpr(8)
 ROUND: gl.constexpr = gl.constexpr(16)
@@ -285,7 +284,7 @@ def _half(acc, total, weights, x, HALF: gl.constexpr, FORM: gl.constexpr):
     layout: gl.constexpr = gl.DotOperandLayout(0, total.type.layout, deep // 8)
     a = gl.convert_layout(_unpack(weights, HALF, FORM), layout, assert_trivial=True)
     b = x.slice(64 * HALF, 64, 1).permute((1, 0))
-    if (FORM & PROMOTE) and HALF == 0:
+    if (FORM & CARRIED) and HALF == 0:
         acc = warpgroup_mma_wait(0, deps=(acc,))
         total = warpgroup_mma_wait(0, deps=(total + acc,))  # added before the next product begins
         return warpgroup_mma(a, b, acc, use_acc=False, is_async=True), total
@@ -335,7 +334,7 @@ def _consumer(
                 phase ^= 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(before), count=1)
-        if FORM & PROMOTE:
+        if FORM & CARRIED:
             acc += total
         _finish(acc, piece // columns, piece % columns * parts + PART, sources, outs, N, limit, FORM)
 
@@ -467,7 +466,7 @@ def _solo_product(
                 stage = 0
                 phase ^= 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        if FORM & PROMOTE:
+        if FORM & CARRIED:
             acc += total
         _finish(acc, piece // columns, piece % columns, sources, outs, N, limit, FORM)
 
@@ -563,13 +562,12 @@ def _ring(rows: int, stages: int) -> tuning.Config:
         "HEIGHT": 128,
         "STAGES": stages,
         "PROGRAMS": 1,
-        "PROMOTE": True,
         "num_warps": 4,
         "registers": 168,
     }
 
 
-def _solo(rows: int, height: int, stages: int, programs: int, promote: bool = True, warps: int = 8) -> tuning.Config:
+def _solo(rows: int, height: int, stages: int, programs: int, warps: int = 8) -> tuning.Config:
     """`programs` programs a multiprocessor: all warps multiply, one thread copies."""
     registers = min(255, 65536 // (programs * warps * 32) // 8 * 8)
     return {
@@ -578,7 +576,6 @@ def _solo(rows: int, height: int, stages: int, programs: int, promote: bool = Tr
         "HEIGHT": height,
         "STAGES": stages,
         "PROGRAMS": programs,
-        "PROMOTE": promote,
         "num_warps": warps,
         "registers": registers,
     }
@@ -608,7 +605,6 @@ CANDIDATES: dict[str, dict[str, tuning.Config]] = {  # form of the weights -> na
         "wide16": _solo(16, 256, 10, 1, warps=16),
         "wide32": _solo(32, 256, 9, 1, warps=16),
         "wide64": _solo(64, 256, 8, 1),
-        "wide128": _solo(128, 256, 6, 1, promote=False),
     },
 }
 
@@ -617,13 +613,15 @@ def default(carried: bool, rows: int, experts: int) -> tuning.Config:
     """By the rows that an expert gets on average, when `rows` of them fall on `experts`."""
     each = rows / experts
     tile = next(height for height, most in ((16, 11), (32, 24), (64, 80), (128, each)) if each <= most)
+    if carried and tile == 128:  # with sums moved to float32 on the way, 128 rows would not fit in registers
+        return CANDIDATES["carried"]["wide64"]
     return CANDIDATES["carried" if carried else "exact"][f"{'wide' if tile == 128 else 'ring'}{tile}"]
 
 
 def configs(rows: int, w13: Packed, w2: Packed) -> tuple[tuning.Config, tuning.Config]:
     """Of both products; they share the height of a tile of rows, ROWS. Fixed functions of the arguments and the device.
 
-    All sum in one order, but for PROMOTE, which `backends.invariant()` holds on.
+    All sum in one order.
     """
     first, second = _config(w13, rows), _config(w2, rows)
     return first, second if second["ROWS"] == first["ROWS"] else _whole(first, w2)
@@ -632,8 +630,6 @@ def configs(rows: int, w13: Packed, w2: Packed) -> tuple[tuning.Config, tuning.C
 def _config(matrix: Packed, rows: int) -> tuning.Config:
     form, key = "carried" if matrix.carried else "exact", "x".join(str(size) for size in matrix.shape)
     config = tuning.config(f"experts_{form}", key, rows, default(matrix.carried, rows, matrix.shape[0]))
-    if matrix.carried and backends.is_invariant() and not config["PROMOTE"]:
-        config = CANDIDATES[form]["wide64"]
     return _whole(config, matrix)
 
 
@@ -697,7 +693,7 @@ def product(
         n,
         k // BLOCK,
     )
-    form = (CARRIED.value if carried else 0) | (PROMOTE.value if carried and config["PROMOTE"] else 0)
+    form = CARRIED.value if carried else 0
     if first is not None:
         form |= FIRST.value | (LIMITED.value if first.limit > 0 else 0) | (ROUND.value if first.round_hidden else 0)
     form |= EARLY.value if options.pop("PDL") else 0
