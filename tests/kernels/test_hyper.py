@@ -225,6 +225,35 @@ def test_triton_rows_do_not_depend_on_their_neighbours(monkeypatch: pytest.Monke
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("pending", [True, False])
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (64, 5120), (65, 256), (300, 5120)])
+def test_ring(rows: int, width: int, pending: bool) -> None:
+    """Streams of the Hopper kernel are those of the other, its weights within tolerance; no row sees its neighbours."""
+    from benthic.kernels.triton import hyper as kernels
+    from benthic.kernels.triton import tuning
+
+    entry = make_entry(TRITON, rows, 4, width, torch.bfloat16)
+    before = entry.streams if pending else entry.streams._replace(out=None, post=None, comb=None)
+
+    def read(ring: bool, first: int = 0) -> tuple[Tensor, Streams]:
+        part = Streams(*(None if x is None else x[first:] for x in before))
+        with tuning.trying({("hyper_read", f"4x{width}"): {"ring": ring}}):
+            return kernels.hyper_read(part, *entry.parameters)
+
+    h, after = read(ring=True)
+    h_other, other = read(ring=False)
+    assert torch.equal(after.s, other.s)
+    assert ((h.double() - h_other.double()).abs() <= 2.01 * 2.0**-8 * h_other.abs() + 1e-5).all()
+    fn, scale, base = entry.parameters[:3]
+    wants = exact_mixes(after.s, fn, scale, base, 1e-20, 1e-6, 20)
+    for got, want in zip((after.pre, after.post, after.comb), wants, strict=True):
+        assert got is not None
+        assert_close("hyper_mixes", got, want)
+    last = Streams(*(None if x is None else x[-1:] for x in after))
+    assert equal(read(ring=True, first=rows - 1), (h[-1:], last))
+
+
+@pytest.mark.gpu
 def test_triton_addresses_beyond_32_bits() -> None:
     from benthic.kernels.triton import hyper as kernels
 

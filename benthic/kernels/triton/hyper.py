@@ -29,8 +29,8 @@ from benthic.kernels.triton.swiglu import exponential
 
 BLOCK = 64  # channels of each stream in a share
 ROWS, WARPS = 16, 4  # rows a program takes at a time, and how many warps share them
-DEFAULTS = {"programs": 480, "num_stages": 1}  # of `_enter`; more rows than for so many programs: each goes farther
-HOPPER, SHAPE, ROWS_H = False, (264, 3), 64
+# of `_enter`, or where `ring` of hyper_hopper.py; more rows than for so many programs: each goes farther
+DEFAULTS = {"programs": 480, "num_stages": 1, "ring": False, "ring_programs": 264, "ring_stages": 3}
 NORM_ROWS, NORM_BLOCK = 2, 1024  # rows and channels of a norm's warp
 SHARES = 16  # added at a time
 
@@ -367,6 +367,11 @@ def _f32(x: Tensor) -> Tensor:
     return x.float().contiguous()
 
 
+def _is_hopper(device: torch.device) -> bool:
+    """Off a GPU kernels are only compiled, for Hopper."""
+    return not INTERPRETED.value and (device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9)
+
+
 def _shares(
     pending: plain.Streams, fn: Tensor, settled: Tensor | None, read: Tensor | None
 ) -> tuple[Tensor, Tensor, int]:
@@ -374,17 +379,18 @@ def _shares(
     s, pre, out, post, comb = pending
     rows, streams, width = s.shape
     mixes, chunks = (2 + streams) * streams, triton.cdiv(width, BLOCK)
-    hopper = HOPPER and hyper_hopper.serves(s, out, pre, post, comb)
-    each = 2 if hopper and 2 * chunks * triton.cdiv(rows, ROWS_H) <= SHAPE[0] else 1
+    config = tuning.config("hyper_read", f"{streams}x{width}", rows, DEFAULTS)
+    ring = config["ring"] and _is_hopper(s.device) and hyper_hopper.serves(s, out, pre, post, comb)
+    each = hyper_hopper.shares_each(rows, chunks, config["ring_programs"]) if ring else 1
     products = torch.empty((rows, chunks * each, mixes), dtype=torch.float32, device=s.device)
     squares = torch.empty((rows, chunks * each, 2), dtype=torch.float32, device=s.device)
     if rows == 0:
         return products, squares, chunks
     out, wide = _adjacent(out) if out is not None else None, _f32(fn)
-    config = tuning.config("hyper_read", f"{streams}x{width}", rows, DEFAULTS)
-    if hopper:
+    if ring:
         weights = (_f32(x) if x is not None else None for x in (pre if read is not None else None, post, comb))
-        hyper_hopper.enter(s, out, *weights, wide, settled, read, products, squares, *SHAPE, launch())
+        most, stages = config["ring_programs"], config["ring_stages"]
+        hyper_hopper.enter(s, out, *weights, wide, settled, read, products, squares, most, stages, launch())
         return products, squares, chunks
     down = min(triton.cdiv(rows, ROWS), max(config["programs"] // chunks, 1))
     _enter[(chunks, down)](

@@ -8,6 +8,10 @@ shared memory, and what a thread writes into the streams is, in its registers, w
 
 Matrix instructions take 16 channels at a time, of which a thread has 4 in two pairs. Which channels those are is free
 as long as both operands agree, so `fn` is laid out for the channels that the threads have.
+
+Cost: bytes of `hyper_read`. A program waits for no other's copies: 3 units in flight of two programs are 120 kB a
+multiprocessor, three times what hides the memory's latency. 910 instructions of a warp a unit, half of what there is
+time for while a unit's bytes come and go.
 """
 
 import torch
@@ -28,7 +32,6 @@ ROWS: gl.constexpr = gl.constexpr(64)
 UNIT: gl.constexpr = gl.constexpr(32)  # channels of a stream
 STREAMS: gl.constexpr = gl.constexpr(4)
 MIXES: gl.constexpr = gl.constexpr(24)
-STAGES = 3  # units in flight
 
 # How threads hold a unit: [row, channel].
 _UNIT: gl.constexpr = gl.constexpr(
@@ -256,8 +259,15 @@ def serves(s: Tensor, *others: Tensor | None) -> bool:
     (_, streams, width), out = s.shape, others[0]
     whole = streams == STREAMS.value and s.stride(1) == width and width % (2 * UNIT.value) == 0
     tensors = [s, *(x for x in others if x is not None)]
-    rows = all(x.dtype is torch.bfloat16 and x.stride(0) % 8 == 0 for x in (s, out) if x is not None)
+    rows = all(
+        x.dtype is torch.bfloat16 and x.stride(-1) == 1 and x.stride(0) % 8 == 0 for x in (s, out) if x is not None
+    )
     return whole and rows and all(x.data_ptr() % 16 == 0 for x in tensors)
+
+
+def shares_each(rows: int, chunks: int, programs: int) -> int:
+    """Shares of a chunk of 64 channels: for few rows two, so that twice as many programs work side by side."""
+    return 2 if 2 * chunks * -(-rows // ROWS.value) <= programs else 1
 
 
 def enter(
@@ -275,8 +285,11 @@ def enter(
     stages: int,
     options: dict[str, bool],
 ) -> None:
-    """Fills settled, read, products and squares, as `hyper._enter`; a share is of 64 channels, or 32 where products has
-    room for more: the same sums then, before the two are added."""
+    """Fills settled, read, products and squares, as `hyper._enter`.
+
+    products  [T, C, M]: D/C, the channels of a share, are 64 or 32; two of 32 add up to the same bits as one of 64.
+    programs  in all, at most; more rows than for so many: each goes farther. `stages` units are in flight in each.
+    """
     rows, streams, width = s.shape
     chunks = products.shape[1]
     unit = [ROWS.value, UNIT.value]
