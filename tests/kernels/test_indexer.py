@@ -239,7 +239,10 @@ def key_values(n: int, width: int) -> Tensor:
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fresh tensors hold infinity, which ranks above every score, or ones; nothing may be written behind them."""
+    """Fresh tensors hold infinity, which ranks above every score, or ones; nothing may be written behind them.
+
+    And the device has one processor, so that a program has parts of several rows.
+    """
     fresh, behind = torch.empty, []
 
     def filled(*shape: Any, **kwargs: Any) -> Tensor:
@@ -250,6 +253,10 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return whole[: size.numel()].view(size)
 
     monkeypatch.setattr(torch, "empty", filled)
+    if find_spec("triton") is not None:
+        from benthic.kernels.triton import indexer as triton_indexer
+
+        monkeypatch.setattr(triton_indexer, "_processors", lambda device: 1)
     yield
     assert all((x == (torch.inf if x.is_floating_point() else 1)).all() for x in behind)
 

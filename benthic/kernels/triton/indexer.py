@@ -142,6 +142,41 @@ def _product(a, b):
 
 
 @triton.jit
+def _listed(tile, loaded, list_ptr, LISTED: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr):
+    """Blocks of entries that a tile's loaded rows belong to, -1 behind the list; nothing without one."""
+    if LISTED:
+        at = tile * KEYS + loaded
+        return tl.load(list_ptr + at // SIZE, mask=at < LISTED * SIZE, other=-1)
+    else:
+        return tile
+
+
+@triton.jit
+def _home(
+    tile,
+    listed,
+    loaded,
+    table,
+    most,
+    ENTRIES: tl.constexpr,
+    LISTED: tl.constexpr,
+    SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Block of the pool, one or one a loaded row, and place in it of a tile's keys; of others where it has fewer."""
+    if LISTED:
+        entry = listed * SIZE + loaded % SIZE
+        entry = tl.where((listed >= 0) & (entry < most), entry, 0)
+        block, inside = entry // ENTRIES, entry % ENTRIES
+    elif ENTRIES % KEYS == 0:
+        block, inside = tl.minimum(tile * KEYS, most - 1) // ENTRIES, tile * KEYS % ENTRIES + loaded
+    else:
+        entry = tl.minimum(tile * KEYS + loaded, most - 1)
+        block, inside = entry // ENTRIES, entry % ENTRIES
+    return tl.load(table + block), inside
+
+
+@triton.jit
 def _sweep(
     row,  # the first of the rows, int64
     members,  # how many there are
@@ -189,24 +224,15 @@ def _sweep(
     table = tables_ptr + tl.load(slots_ptr + row) * table_stride
     loaded = tl.arange(0, KEYS)
     loaded = _key_of_row(loaded, KEYS, WARPS) if FORMAT == "mxfp4" else loaded
-    last = most - 1
-    ahead = tl.load(table + tl.minimum(begin * KEYS, last) // ENTRIES)  # block of the next tile; it may have no entry
+    # where the keys of a tile are is loaded one tile ahead, what the list says two
+    listed = _listed(begin, loaded, restrict_ptr + row * LISTED, LISTED, SIZE, KEYS)
+    home, inside = _home(begin, listed, loaded, table, most, ENTRIES, LISTED, SIZE, KEYS)
+    listed = _listed(begin + 1, loaded, restrict_ptr + row * LISTED, LISTED, SIZE, KEYS)
     for tile in tl.range(_bound(begin), _bound(end), num_stages=STAGES):
-        if LISTED:
-            listed = tile * KEYS + loaded
-            block = tl.load(restrict_ptr + row * LISTED + listed // SIZE, mask=listed < LISTED * SIZE, other=-1)
-            entry = block * SIZE + listed % SIZE
-            entry = tl.where((block >= 0) & (entry < most), entry, 0)
-            base = tl.load(table + entry // ENTRIES).to(tl.int64) * pool_stride
-            within = entry % ENTRIES
-        elif ENTRIES % KEYS == 0:
-            base = ahead.to(tl.int64) * pool_stride
-            ahead = tl.load(table + tl.minimum((tile + 1) * KEYS, last) // ENTRIES)
-            within = tile * KEYS % ENTRIES + loaded
-        else:
-            entry = tile * KEYS + loaded
-            base = tl.load(table + entry // ENTRIES, mask=entry < most, other=0).to(tl.int64) * pool_stride
-            within = entry % ENTRIES
+        base = home.to(tl.int64) * pool_stride
+        within = inside
+        home, inside = _home(tile + 1, listed, loaded, table, most, ENTRIES, LISTED, SIZE, KEYS)
+        listed = _listed(tile + 2, loaded, restrict_ptr + row * LISTED, LISTED, SIZE, KEYS)
         base = tl.multiple_of(base + data_offset, 4)
         if FORMAT == "mxfp4":
             codes = pool_ptr + base + within * (CHANNELS // 8)
@@ -314,26 +340,28 @@ def _score(
         row = tl.sum((ends <= begin).to(tl.int32), axis=0)
         low = begin - tl.sum(tl.where(t == row, ends - tiles, 0), axis=0)
         left = end - begin
+        # not `for`: what that carries and only bounds of loops inside it read, Triton 3.6 takes for constant
         while left > 0:
             members, own = _tiles(row, starts_ptr, visible_ptr, rows, first, least, LISTED, SIZE, TOGETHER, KEYS)
             high = tl.minimum(low + left, own)
             left -= high - low
             at = row.to(tl.int64)
-            if (members == 1) | (TOGETHER == 1):
-                _sweep(
-                    at, 1, low, high, q_ptr, w_ptr, pool_ptr, tables_ptr, slots_ptr, visible_ptr, restrict_ptr,
-                    scores_ptr, best_ptr, pool_stride, data_offset, scale_offset, table_stride, width, best_width,
-                    HEADS, H, CHANNELS, FORMAT, ENTRIES, LISTED, SIZE, 1, KEYS, ROUND, WARPS, STAGES,
-                )  # fmt: skip
-            elif TOGETHER > 1:
-                parts: tl.constexpr = KEYS // SHARED_KEYS
-                low, high = low * parts, high * parts
-                _sweep(
-                    at, members, low, high, q_ptr, w_ptr, pool_ptr, tables_ptr, slots_ptr, visible_ptr, restrict_ptr,
-                    scores_ptr, best_ptr, pool_stride, data_offset, scale_offset, table_stride, width, best_width,
-                    HEADS, H, CHANNELS, FORMAT, ENTRIES, LISTED, SIZE, TOGETHER, SHARED_KEYS, ROUND, WARPS, STAGES,
-                )  # fmt: skip
-            row += 1
+            if own > 0:
+                if (members == 1) | (TOGETHER == 1):
+                    _sweep(
+                        at, 1, low, high, q_ptr, w_ptr, pool_ptr, tables_ptr, slots_ptr, visible_ptr, restrict_ptr,
+                        scores_ptr, best_ptr, pool_stride, data_offset, scale_offset, table_stride, width, best_width,
+                        HEADS, H, CHANNELS, FORMAT, ENTRIES, LISTED, SIZE, 1, KEYS, ROUND, WARPS, STAGES,
+                    )  # fmt: skip
+                elif TOGETHER > 1:
+                    parts: tl.constexpr = KEYS // SHARED_KEYS
+                    _sweep(
+                        at, members, low * parts, high * parts, q_ptr, w_ptr, pool_ptr, tables_ptr, slots_ptr,
+                        visible_ptr, restrict_ptr, scores_ptr, best_ptr, pool_stride, data_offset, scale_offset,
+                        table_stride, width, best_width, HEADS, H, CHANNELS, FORMAT, ENTRIES, LISTED, SIZE, TOGETHER,
+                        SHARED_KEYS, ROUND, WARPS, STAGES,
+                    )  # fmt: skip
+            row += members  # to the next that leads
             low *= 0
 
 
@@ -348,21 +376,31 @@ def _ordered(x, BITS: tl.constexpr):
 
 
 @triton.jit
-def _kth(keys, k, BITS: tl.constexpr):
-    """The k-th largest of keys uint32 [N]; 0 where fewer are above 0."""
-    found = tl.full((), 0, tl.uint32)
-    bit = tl.full((), 1, tl.uint32) << (BITS - 1)
-    for _ in range(BITS):
+def _kth(keys, k):
+    """A bound that exactly k of keys uint32 [N] reach, else the k-th largest; 0 where no more than k are above 0."""
+    most = tl.max(keys, axis=0)
+    differ = most ^ tl.min(tl.where(keys > 0, keys, most), axis=0)
+    for i in tl.static_range(5):
+        differ = differ | (differ >> (1 << i))  # all bits from the first in which keys differ
+    found = most & (differ ^ 0xFFFFFFFF)
+    bit = differ ^ (differ >> 1)
+    number = tl.sum((keys > 0).to(tl.int32), axis=0)
+    if number <= k:
+        found = found & 0
+        bit = bit & 0
+    while (bit > 0) & (number != k):
         trial = found | bit
-        found = tl.where(tl.sum((keys >= trial).to(tl.int32), axis=0) >= k, trial, found)
+        reach = tl.sum((keys >= trial).to(tl.int32), axis=0)
+        found = tl.where(reach >= k, trial, found)
+        number = tl.where(reach >= k, reach, number)
         bit = bit >> 1
     return found
 
 
 @triton.jit
-def _best_of(keys, k, BITS: tl.constexpr):
+def _best_of(keys, k):
     """keys uint32 [N], 0: not there. -> the k largest, first ones first among equals: mask, place in order, number."""
-    kth = _kth(keys, k, BITS)
+    kth = _kth(keys, k)
     above = (keys > kth).to(tl.int32)
     level = ((keys == kth) & (keys > 0)).to(tl.int32)
     sums = tl.cumsum(above + (level << 16), axis=0)  # N < 2^15
@@ -429,7 +467,7 @@ def _descend(
     keys = _ordered(tl.load(values_ptr + node, mask=live & scored, other=0.0), BITS)
     if PIN:
         keys = tl.where(node == newest, 0xFFFFFFFF >> (32 - BITS), keys)
-    chosen, at, number = _best_of(tl.reshape(tl.where(there, keys, 0), (N,)), K, BITS)
+    chosen, at, number = _best_of(tl.reshape(tl.where(there, keys, 0), (N,)), K)
     _list(out_ptr, tl.reshape(node, (N,)), chosen, at, number, K, K_PAD)
 
 
@@ -520,7 +558,7 @@ def _choose(
             entry = block * SIZE + position % SIZE
             there = there & (block >= 0) & (entry < seen)
         keys = _ordered(tl.load(scores_ptr + position, mask=live & scored, other=0.0), BITS)
-        chosen, at, number = _best_of(tl.reshape(tl.where(there, keys, 0), (N,)), K, BITS)
+        chosen, at, number = _best_of(tl.reshape(tl.where(there, keys, 0), (N,)), K)
         entry = tl.reshape(entry, (N,))
         if ENTRIES:
             table = tables_ptr + tl.load(slots_ptr + t) * table_stride
@@ -604,7 +642,7 @@ def _take(
     assert n < 1 << 15, f"choosing {k} of {scores.shape[1]}: {n} values a step are too many"
     above = torch.empty(rows, upper + top, dtype=scores.dtype, device=out.device)
     tables, slots, entries = places or (out, visible, 0)
-    choice = tuning.config("choose", str(n), rows, {"warps": 16 if n > 4096 else 8})
+    choice = tuning.config("choose", str(n), rows, {"warps": 8})
     _choose[(rows,)](
         scores,
         best,
@@ -633,6 +671,7 @@ def _take(
         FAN=fan,
         PART=min(n, 2048),
         num_warps=choice["warps"],
+        maxnreg=min(2048 // choice["warps"], 255),
     )
 
 
@@ -671,30 +710,33 @@ class _Launch(NamedTuple):
     registers: int  # a thread, at most
 
 
-_ALONE = {"keys": 128, "together": 2, "shared_keys": 64, "warps": 4, "stages": 2, "programs": 3, "registers": 168}
-_CHUNKS = {"keys": 64, "together": 8, "shared_keys": 64, "warps": 4, "stages": 3, "programs": 2, "registers": 255}
-_LISTED = {"keys": 128, "together": 1, "shared_keys": 128, "warps": 4, "stages": 2, "programs": 3, "registers": 168}
+_ALONE = {"keys": 128, "together": 2, "shared_keys": 64, "warps": 4, "stages": 4, "programs": 3, "registers": 168}
+_CHUNKS = {"keys": 64, "together": 8, "shared_keys": 64, "warps": 4, "stages": 4, "programs": 2, "registers": 255}
+_LISTED = {"keys": 128, "together": 1, "shared_keys": 128, "warps": 4, "stages": 5, "programs": 3, "registers": 168}
 _FLOATS = {"keys": 32, "together": 1, "shared_keys": 32, "warps": 4, "stages": 1, "programs": 4, "registers": 255}
 
 # no sum has another order in any of them
 CANDIDATES = {
     "scores_alone": {
         "pairs": _ALONE,
-        "pairs, deep": _ALONE | {"stages": 3},
-        "pairs, deep, two": _ALONE | {"stages": 3, "programs": 2, "registers": 255},
-        "pairs of large tiles": _ALONE | {"shared_keys": 128, "stages": 3, "programs": 2, "registers": 255},
+        "pairs, deep": _ALONE | {"stages": 6},
+        "pairs, shallow": _ALONE | {"stages": 3},
+        "pairs, four programs": _ALONE | {"programs": 4, "registers": 128},
+        "pairs, two programs": _ALONE | {"programs": 2, "registers": 255, "stages": 6},
         "fours": _ALONE | {"together": 4},
-        "single": _ALONE | {"together": 1, "stages": 3},
+        "single": _ALONE | {"together": 1},
+        "single, four programs": _ALONE | {"together": 1, "programs": 4, "registers": 128},
     },
     "scores_chunks": {
         "eights": _CHUNKS,
-        "eights, shallow": _CHUNKS | {"stages": 2},
+        "eights, shallow": _CHUNKS | {"stages": 3},
         "fours": _CHUNKS | {"together": 4, "programs": 3, "registers": 168},
+        "fours, four programs": _CHUNKS | {"together": 4, "programs": 4, "registers": 128},
     },
     "scores_listed": {
-        "three": _LISTED,
-        "three, deep": _LISTED | {"stages": 3},
-        "four": _LISTED | {"programs": 4, "registers": 128},
+        "three programs": _LISTED,
+        "three programs, deep": _LISTED | {"stages": 8},
+        "four programs": _LISTED | {"programs": 4, "registers": 128},
     },
     "choose": {"narrow": {"warps": 4}, "medium": {"warps": 8}, "wide": {"warps": 16}},
 }
