@@ -125,54 +125,58 @@ def _normed_record(
     ALIGN: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Pool, norm, turn at the group's first token, quantise, store. The dtype of normed_ptr is the one rounded to."""
+    """Pool, norm, turn at the group's first token, quantise, store; nothing for a row without a record.
+
+    The dtype of normed_ptr is the one rounded to.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     here = row < rows
-    dtype: tl.constexpr = normed_ptr.dtype.element_ty
-    position = tl.load(positions_ptr + row, mask=here, other=0)
-    at_row, col = row[:, None], tl.arange(0, N)[None, :]
-    live = here[:, None] & (col < CHANNELS)
-    if POOLED > 1:
-        slot, start = tl.load(slots_ptr + row, mask=here, other=0), tl.load(starts_ptr + row, mask=here, other=0)
-        values, logits = (), ()
-        for i in tl.static_range(POOLED):
-            value = group_member(
-                a_ptr, carry_ptr, at_row, slot[:, None], position[:, None], start[:, None], POOLED - 1 - i,
-                col, live, a_stride, CARRIED, 0, CHANNELS,
-            )  # fmt: skip
-            logit = group_member(
-                b_ptr, carry_ptr, at_row, slot[:, None], position[:, None], start[:, None], POOLED - 1 - i,
-                col, live, b_stride, CARRIED, 1, CHANNELS,
-            )  # fmt: skip
-            values = values + (value,)  # noqa: RUF005
-            logits = logits + (logit,)  # noqa: RUF005
-        x = _pooled(values, logits, POOLED)
-    else:
-        x = widen(tl.load(a_ptr + at_row * a_stride + col, mask=live, other=0.0))
-    x = widen(narrow(x, dtype))
-    statistic = tl.rsqrt(tl.sum(x * x, axis=1) / CHANNELS + eps)[:, None]
-    weight = widen(tl.load(weight_ptr + tl.broadcast_to(col, (ROWS, N)), mask=live, other=0.0))
-    y = narrow(x * statistic * weight, dtype)
-    if KEEP:
-        tl.store(normed_ptr + at_row * CHANNELS + col, y, mask=live)
-
-    first = tl.maximum(position + 1 - GROUP, 0).to(tl.float32)
-    pair = tl.arange(0, N // 2) - (CHANNELS // 2 - PAIRS)
-    turned = (pair >= 0) & (pair < PAIRS)
-    freq = tl.load(freqs_ptr + pair, mask=turned, other=0.0)
-    cos, sin = turn(first[:, None] * freq[None, :])
-    even, odd = tl.split(tl.reshape(widen(y), (ROWS, N // 2, 2)))
-    turned = turned[None, :]
-    y = tl.join(
-        tl.where(turned, even * cos - odd * sin, even),
-        tl.where(turned, even * sin + odd * cos, odd),
-    )
-    y = widen(narrow(tl.reshape(y, (ROWS, N)), dtype))
     ids = tl.load(ids_ptr + row, mask=here, other=-1).to(tl.int64)
-    at, scale_at = record_offsets(
-        tl.maximum(ids, 0), block_stride, data_offset, scale_offset, ENTRIES, DATA, SCALES, APART, ALIGN
-    )
-    put_record(bytes_ptr, at, scale_at, y, ids >= 0, CHANNELS, FORMAT)
+    dtype: tl.constexpr = normed_ptr.dtype.element_ty
+    if tl.max(ids, axis=0) >= 0:
+        position = tl.load(positions_ptr + row, mask=here, other=0)
+        at_row, col = row[:, None], tl.arange(0, N)[None, :]
+        live = here[:, None] & (col < CHANNELS)
+        if POOLED > 1:
+            slot, start = tl.load(slots_ptr + row, mask=here, other=0), tl.load(starts_ptr + row, mask=here, other=0)
+            values, logits = (), ()
+            for i in tl.static_range(POOLED):
+                value = group_member(
+                    a_ptr, carry_ptr, at_row, slot[:, None], position[:, None], start[:, None], POOLED - 1 - i,
+                    col, live, a_stride, CARRIED, 0, CHANNELS,
+                )  # fmt: skip
+                logit = group_member(
+                    b_ptr, carry_ptr, at_row, slot[:, None], position[:, None], start[:, None], POOLED - 1 - i,
+                    col, live, b_stride, CARRIED, 1, CHANNELS,
+                )  # fmt: skip
+                values = values + (value,)  # noqa: RUF005
+                logits = logits + (logit,)  # noqa: RUF005
+            x = _pooled(values, logits, POOLED)
+        else:
+            x = widen(tl.load(a_ptr + at_row * a_stride + col, mask=live, other=0.0))
+        x = widen(narrow(x, dtype))
+        statistic = tl.rsqrt(tl.sum(x * x, axis=1) / CHANNELS + eps)[:, None]
+        weight = widen(tl.load(weight_ptr + tl.broadcast_to(col, (ROWS, N)), mask=live, other=0.0))
+        y = narrow(x * statistic * weight, dtype)
+        if KEEP:
+            tl.store(normed_ptr + at_row * CHANNELS + col, y, mask=live)
+
+        first = tl.maximum(position + 1 - GROUP, 0).to(tl.float32)
+        pair = tl.arange(0, N // 2) - (CHANNELS // 2 - PAIRS)
+        turned = (pair >= 0) & (pair < PAIRS)
+        freq = tl.load(freqs_ptr + pair, mask=turned, other=0.0)
+        cos, sin = turn(first[:, None] * freq[None, :])
+        even, odd = tl.split(tl.reshape(widen(y), (ROWS, N // 2, 2)))
+        turned = turned[None, :]
+        y = tl.join(
+            tl.where(turned, even * cos - odd * sin, even),
+            tl.where(turned, even * sin + odd * cos, odd),
+        )
+        y = widen(narrow(tl.reshape(y, (ROWS, N)), dtype))
+        at, scale_at = record_offsets(
+            tl.maximum(ids, 0), block_stride, data_offset, scale_offset, ENTRIES, DATA, SCALES, APART, ALIGN
+        )
+        put_record(bytes_ptr, at, scale_at, y, ids >= 0, CHANNELS, FORMAT)
 
 
 def _store(
