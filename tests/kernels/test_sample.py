@@ -351,12 +351,36 @@ def test_flat_rows_and_ties(device: torch.device, scale: float):
     check_rows(*kinds(700, *rows, scale=scale), device)
 
 
+def test_filters_that_keep_hundreds(device: torch.device):
+    check_rows(*kinds(20_000, Row(top_k=700), Row(top_p=0.5), scale=1.0), device)
+
+
 def test_filters_that_keep_thousands(device: torch.device):
     logits, rows = kinds(2500, Row(top_p=0.97), Row(top_k=2300, top_p=0.99), scale=0.2)
+    check_rows(logits, rows, device)
     logits = (8 * logits).round() / 8  # ties from end to end
     check_rows(logits, rows, device)
     logits[:, 1:] = -40.0  # nothing else has a weight, however many may stay
     check_rows(logits, rows, device)
+
+
+def test_rows_that_rough_sums_leave_open(device: torch.device, monkeypatch: pytest.MonkeyPatch):
+    """The interpreter is told that sums of weights in float32 are worth little: what they decided is decided again."""
+    logits, rows = kinds(900, Row(), Row(temperature=3.0), Row(top_p=0.9), Row(top_p=0.4), Row(top_k=5, top_p=0.8))
+    if is_interpreted(logits):
+        tl = pytest.importorskip("triton.language")
+        monkeypatch.setattr("benthic.kernels.triton.sample.ROUGH", tl.constexpr(0.5))
+    check_rows(logits, rows, device)
+
+
+def test_points_next_to_a_boundary(device: torch.device):
+    """Both halves of a row have the same sum, and these seeds fall within 3e-9 of the middle, on either side."""
+    seeds = (74213521, 91372368, 119523118, 224851639)
+    half = torch.randn(len(seeds), 1500, generator=torch.Generator().manual_seed(0)) * 2
+    rows = [Row(seed=seed, position=3) for seed in seeds]
+    check_rows(torch.cat([half, half], dim=1), rows, device)
+    tokens, _ = run_rows(torch.zeros(len(seeds), 3000), rows, device)
+    assert tokens == [1500, 1500, 1500, 1499]
 
 
 def test_extreme_rows(device: torch.device):

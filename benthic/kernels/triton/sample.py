@@ -1,19 +1,20 @@
 """Triton version of `sample_rows` of `kernels/sample.py`; the contract and the definition of every step are there.
 
-A row is taken as up to 256 runs of neighbouring ids, eight of them a program. Four kernels:
+A row is cut into 256 runs of neighbouring ids, a run into 16 cells. Four kernels:
 
-1. `_peaks`   every row: the largest logit of each run.
-2. `_sums`    drawn rows without top-k: the sum of weights of each run. Rows come in reverse, since the last ones read
-              by `_peaks` are still in the cache.
-3. `_choose`  one program a row. Greedy: the first run that holds the peak, and where. Drawn: the cumulative sum over
-              runs, then inside one of them.
-4. `_filter`  one program a row with top-k or top-p, instead. A bound is found that all who can stay reach, and what
-              reaches it is gathered; halving the range of logits then finds the last one that stays. Where thousands
-              can stay the row is not gathered but read again each time.
+1. `_scan`    the one pass over all logits, eight runs a program. Each cell leaves its largest logit; each run of a row
+              that is drawn leaves a rough sum of weights, in float32.
+2. `_choose`  one program a row. Greedy: the first cell that holds the peak, and where. Drawn without filters: the run
+              where the rough sums say that the point falls, and in it the token, by exact weights. With filters: from
+              the cells' largest follows a bound that all who can stay reach; what reaches it is gathered from its
+              cells, and among that lies the exact answer.
+              A token is taken only if the exact sums must give the same one, whatever the rough ones have lost.
+3. `_sums`    the rows that are left, few of them: the exact sum of each run.
+4. `_exact`   their tokens. Where more can stay than is gathered, the last one that does is searched for by reading the
+              row some thirty times.
 
 A weight is 2^40 * 2^z, z = (logit - peak) * log2(e) / temperature; 2^z is a polynomial in float64, 13 operations in
-all, error 2^-44. Sums are of integers, so nothing depends on their order. Cost: one pass over logits of greedy rows,
-two over those of the others.
+all, error 2^-44. Sums that decide are of integers, so nothing depends on their order.
 """
 
 import torch
@@ -24,8 +25,14 @@ from torch import Tensor
 from benthic.kernels.triton.runtime import available as available
 
 RUNS = tl.constexpr(256)  # of a row
+EACH = tl.constexpr(16)  # cells a run
+CELLS = tl.constexpr(4096)
 TOGETHER = tl.constexpr(8)  # runs a program
-FEW = tl.constexpr(2048)  # tokens that filters may keep without the long search
+MOST = tl.constexpr(2048)  # cells that are searched
+AT_ONCE = tl.constexpr(4096)  # logits of those at a time
+FEW, SOME = tl.constexpr(512), tl.constexpr(4096)  # gathered logits: the usual room, and the most
+WARPS = 8  # of the kernels with one program a row
+ROUGH = tl.constexpr(2.0**-17)  # bound of a rough sum's relative error; by the terms it is made of, 4.4e-6
 
 _UNIT = tl.constexpr(1099511627776.0)  # 2^40
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -33,9 +40,12 @@ _REACH = tl.constexpr(28.5)  # e^-28.5 * 2^40 < 1
 _SHIFTER = tl.constexpr(
     6755399441055784.0
 )  # 1.5 * 2^52 + 40: adding it leaves the nearest integer + 40 in the low bits
-_LEAST_KEY = tl.constexpr(-2139095041)  # of -inf
-_NO_KEY = tl.constexpr(-2147483648)
+_LARGEST = tl.constexpr(3.4028234663852886e38)
+_NO_KEY = tl.constexpr(-2147483648)  # below every key
 _FAR = tl.constexpr(1 << 62)
+_GREEDY = tl.constexpr(0)
+_WHOLE = tl.constexpr(1)
+_FILTERED = tl.constexpr(2)
 
 
 # ---- one value -------------------------------------------------------------------------------------------------------
@@ -60,11 +70,9 @@ def _scale(peak, temperature):
     exact = peak.to(tl.float64) - _REACH * temperature
     near = exact.to(tl.float32)
     near = tl.where(near.to(tl.float64) > exact, _value(_key(near) - 1), near)
-    least = tl.maximum(tl.minimum(near, _value(_key(peak) - 1)), -3.4028234663852886e38)
+    least = tl.maximum(tl.minimum(near, _value(_key(peak) - 1)), -_LARGEST)
     reach = peak.to(tl.float64) - least.to(tl.float64)
-    return least, tl.minimum(
-        _LOG2_E / temperature, 900.0 / reach
-    )  # where floats are far apart, `least` is 0 all the more
+    return least, tl.minimum(_LOG2_E / temperature, 900.0 / reach)  # z is -900 at `least` where floats are far apart
 
 
 @triton.jit
@@ -95,12 +103,18 @@ def _mix(x):
 
 
 @triton.jit
-def _point(seed, position, total):
-    """Where in 0 .. total-1 the draw falls. total int64 > 0."""
+def _bits(seed, position):
+    """53 random bits."""
     x = _mix(seed.to(tl.uint64) + 0x9E3779B97F4A7C15)
     x = _mix(x + (position * 3 + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
-    bits = (x >> 11).to(tl.int64)
-    return tl.minimum((bits.to(tl.float64) * 1.1102230246251565e-16 * total.to(tl.float64)).to(tl.int64), total - 1)
+    return (x >> 11).to(tl.int64)
+
+
+@triton.jit
+def _point(seed, position, total):
+    """Where in 0 .. total-1 the draw falls. total int64 > 0."""
+    share = _bits(seed, position).to(tl.float64) * 1.1102230246251565e-16
+    return tl.minimum((share * total.to(tl.float64)).to(tl.int64), total - 1)
 
 
 @triton.jit
@@ -120,62 +134,60 @@ def _logits(row_ptr, mask_ptr, at, live, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _of_runs(row_ptr, vocab, other, RUN: tl.constexpr):
-    """[RUNS] what is known of each run of a row; `other` for those behind the last id."""
-    lane = tl.arange(0, RUNS)
-    return tl.load(row_ptr + lane, mask=lane * RUN < vocab, other=other)
-
-
-# ---- peaks and sums --------------------------------------------------------------------------------------------------
+def _parts(row_ptr, vocab, other, COUNT: tl.constexpr, SIZE: tl.constexpr):
+    """[COUNT] what is known of each part of a row, SIZE ids each; `other` for those behind the last id."""
+    part = tl.arange(0, COUNT)
+    return tl.load(row_ptr + part, mask=part * SIZE < vocab, other=other)
 
 
 @triton.jit
-def _peaks(logits_ptr, mask_ptr, best_ptr, vocab, row_stride, MASKED: tl.constexpr, RUN: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    run = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)
-    at = run[:, None] * RUN + tl.arange(0, RUN)[None, :]
-    x = _logits(logits_ptr + row * row_stride, mask_ptr, at, at < vocab, MASKED)
-    x = tl.where(x == x, x, float("inf"))  # a NaN spoils its row as an infinity does
-    tl.store(best_ptr + row * RUNS + run, tl.max(x, axis=1))
+def _filters(top_k, top_p, vocab):
+    """Is there a top-k, is there a top-p."""
+    return (top_k > 0) & (top_k < vocab), top_p < 1
 
 
 @triton.jit
-def _sums(
-    logits_ptr,
-    mask_ptr,
-    best_ptr,
-    sums_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    vocab,
-    row_stride,
-    MASKED: tl.constexpr,
-    RUN: tl.constexpr,
-):
-    row = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
-    temperature, top_k = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row)
-    if (temperature == 0) | ((top_k > 0) & (top_k < vocab)):
-        return
-    peak = tl.max(_of_runs(best_ptr + row * RUNS, vocab, float("-inf"), RUN))
-    if (peak == float("inf")) | (peak == float("-inf")):
-        return
-    run = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)
-    at = run[:, None] * RUN + tl.arange(0, RUN)[None, :]
-    x = _logits(logits_ptr + row * row_stride, mask_ptr, at, at < vocab, MASKED)
-    least, rate = _scale(peak, temperature)
-    w = _weights(x, peak, least, rate)
-    floor = _floor(min_p_ptr, row)
-    if (floor > 0) & (tl.load(top_p_ptr + row) >= 1):  # top-p comes before, and takes its share of the whole
-        w = tl.where(w < floor, 0, w)
-    tl.store(sums_ptr + row * RUNS + run, tl.sum(w, axis=1))
+def _kind(row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, vocab):
+    has_k, has_p = _filters(tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), vocab)
+    filtered = has_k | has_p | (tl.load(min_p_ptr + row) > 0)
+    return tl.where(tl.load(temperature_ptr + row) == 0, _GREEDY, tl.where(filtered, _FILTERED, _WHOLE))
 
 
 @triton.jit
 def _floor(min_p_ptr, row):
     """Weights below it are dropped by min-p."""
     return _ceil(tl.load(min_p_ptr + row) * _UNIT)
+
+
+# ---- the pass over all logits ----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _scan(
+    logits_ptr,
+    mask_ptr,
+    best_ptr,
+    rough_ptr,
+    temperature_ptr,
+    vocab,
+    row_stride,
+    MASKED: tl.constexpr,
+    RUN: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    run = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)
+    at = run[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    x = _logits(logits_ptr + row * row_stride, mask_ptr, at, at < vocab, MASKED)
+    x = tl.where(x == x, x, float("inf"))  # a NaN spoils its row as an infinity does
+    best = tl.max(tl.reshape(x, (TOGETHER, EACH, RUN // EACH)), axis=2)
+    tl.store(best_ptr + row * CELLS + run[:, None] * EACH + tl.arange(0, EACH)[None, :], best)
+    temperature = tl.load(temperature_ptr + row)
+    if temperature > 0:
+        top = tl.minimum(tl.maximum(tl.max(best, axis=1), -_LARGEST), _LARGEST)
+        low = tl.maximum(top.to(tl.float64) - 64.0 * temperature, -_LARGEST).to(tl.float32)  # below it nothing counts
+        z = tl.minimum(tl.maximum(x, low[:, None]), _LARGEST) - top[:, None]
+        share = tl.exp2(z * tl.minimum(_LOG2_E / temperature, 1e30).to(tl.float32))
+        tl.store(rough_ptr + row * RUNS + run, tl.sum(share, axis=1))
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------------
@@ -186,7 +198,13 @@ def _choose(
     logits_ptr,
     mask_ptr,
     best_ptr,
-    sums_ptr,
+    rough_ptr,
+    cells_ptr,
+    few_x_ptr,
+    few_id_ptr,
+    count_ptr,
+    bound_ptr,
+    open_ptr,
     seeds_ptr,
     positions_ptr,
     temperature_ptr,
@@ -200,45 +218,229 @@ def _choose(
     MASKED: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """Rows without top-k and top-p, and what all rows have."""
+    CELL: tl.constexpr = RUN // EACH
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
-    lane, inside = tl.arange(0, RUNS), tl.arange(0, RUN)
-    best = _of_runs(best_ptr + row * RUNS, vocab, float("-inf"), RUN)
+    best = _parts(best_ptr + row * CELLS, vocab, float("-inf"), CELLS, CELL)
     peak = tl.max(best)
-    tl.store(peaks_ptr + row, peak)
-    temperature, top_k = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row)
+    kind = _kind(row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, vocab)
+    token, certain = tl.zeros((), tl.int32), tl.full((), 1, tl.int32)
     if (peak == float("inf")) | (peak == float("-inf")):
-        tl.store(tokens_ptr + row, 0)
-    elif temperature == 0:
-        run = tl.min(tl.where(best == peak, lane, RUNS))
-        at = run * RUN + inside
+        token = tl.zeros((), tl.int32)
+    elif kind == _GREEDY:
+        cell = tl.min(tl.where(best == peak, tl.arange(0, CELLS), CELLS))
+        at = cell * CELL + tl.arange(0, CELL)
         x = _logits(row_ptr, mask_ptr, at, at < vocab, MASKED)
-        tl.store(tokens_ptr + row, tl.min(tl.where(x == peak, at, vocab)))
-    elif ((top_k <= 0) | (top_k >= vocab)) & (tl.load(top_p_ptr + row) >= 1):
-        sums = _of_runs(sums_ptr + row * RUNS, vocab, 0, RUN)
-        point = _point(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), tl.sum(sums))
-        run = tl.sum((tl.cumsum(sums) <= point).to(tl.int32))
-        before = tl.sum(tl.where(lane < run, sums, 0))
-        at = run * RUN + inside
+        token = tl.min(tl.where(x == peak, at, vocab))
+    else:
+        temperature = tl.load(temperature_ptr + row)
         least, rate = _scale(peak, temperature)
-        w = _weights(_logits(row_ptr, mask_ptr, at, at < vocab, MASKED), peak, least, rate)
-        w = tl.where(w < _floor(min_p_ptr, row), 0, w)
-        tl.store(tokens_ptr + row, run * RUN + tl.sum((tl.cumsum(w) + before <= point).to(tl.int32)))
-
-
-# ---- top-k and top-p -------------------------------------------------------------------------------------------------
+        seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
+        top = tl.max(tl.reshape(best, (RUNS, EACH)), axis=1)
+        z = tl.maximum((tl.maximum(top, least).to(tl.float64) - peak.to(tl.float64)) * rate, -100.0)
+        rough = _parts(rough_ptr + row * RUNS, vocab, 0.0, RUNS, RUN).to(tl.float64) * tl.exp2(z) * _UNIT
+        whole = tl.sum(rough)
+        if kind == _WHOLE:
+            point = _bits(seed, position).to(tl.float64) * 1.1102230246251565e-16 * whole
+            run = tl.minimum(tl.sum((tl.cumsum(rough) <= point).to(tl.int32)), RUNS - 1)
+            here = point - tl.sum(tl.where(tl.arange(0, RUNS) < run, rough, 0.0))
+            at = run * RUN + tl.arange(0, RUN)
+            w = _weights(_logits(row_ptr, mask_ptr, at, at < vocab, MASKED), peak, least, rate)
+            after = tl.cumsum(w).to(tl.float64)
+            lost = 2 * ROUGH * whole + 2
+            early, late = tl.sum((after <= here - lost).to(tl.int32)), tl.sum((after <= here + lost).to(tl.int32))
+            certain = ((early == late) & (here >= lost) & (late < RUN)).to(tl.int32)
+            token = run * RUN + late
+        else:
+            top_k, top_p, floor = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), _floor(min_p_ptr, row)
+            whole_low, whole_high = (whole * (1 - ROUGH)).to(tl.int64), (whole * (1 + ROUGH)).to(tl.int64) + 1
+            low, high = _key(least), _key(peak)
+            keys = tl.where(tl.arange(0, CELLS) * CELL < vocab, _key(best), _NO_KEY)
+            has_k, has_p = _filters(top_k, top_p, vocab)
+            each = tl.full((CELLS,), 1, tl.int64)
+            if has_k:
+                bound, _ = _edge_few(keys, each, low, high, top_k)
+            elif has_p:
+                line = _ceil(top_p * whole_high.to(tl.float64))
+                bound, _ = _edge_few(keys, _weights(best, peak, least, rate), low, high, line)
+            else:
+                reach = -tl.log(tl.load(min_p_ptr + row)) * temperature
+                bound = tl.maximum(_key((peak.to(tl.float64) - reach).to(tl.float32)) - 16, low)
+            if tl.sum((keys >= bound).to(tl.int32)) > MOST:
+                bound, _ = _edge_few(keys, each, low, high, MOST)
+            count = _gather(
+                row_ptr, mask_ptr, keys, bound, cells_ptr + row * MOST, few_x_ptr + row * SOME,
+                few_id_ptr + row * SOME, vocab, MASKED, CELL,
+            )  # fmt: skip
+            tl.store(count_ptr + row, count)
+            tl.store(bound_ptr + row, bound)
+            token, certain = _draw_gathered(
+                few_x_ptr + row * SOME, few_id_ptr + row * SOME, count, bound, vocab, peak, least, rate, floor, seed,
+                position, top_k, top_p, whole_low, whole_high,
+            )  # fmt: skip
+    tl.store(peaks_ptr + row, peak)
+    tl.store(tokens_ptr + row, token)
+    tl.store(open_ptr + row, 1 - certain)
 
 
 @triton.jit
-def _filter(
+def _gather(
+    row_ptr, mask_ptr, keys, bound, cells_ptr, few_x_ptr, few_id_ptr, vocab, MASKED: tl.constexpr, CELL: tl.constexpr
+):
+    """Leave the logits that reach the bound, and their ids, in the order of ids; how many. keys: of the cells' best."""
+    WIDE: tl.constexpr = AT_ONCE // CELL if AT_ONCE // CELL < MOST else MOST  # cells at a time
+    listed = keys >= bound
+    turn = tl.cumsum(listed.to(tl.int32)) - 1
+    tl.store(cells_ptr + turn, tl.arange(0, CELLS), mask=listed & (turn < MOST))
+    tl.debug_barrier()
+    num_listed, count, start = tl.sum(listed.to(tl.int32)), tl.zeros((), tl.int32), tl.zeros((), tl.int32)
+    if num_listed > MOST:  # ties of cells
+        count = tl.full((), SOME + 1, tl.int32)
+    else:
+        while start < num_listed:
+            entry = start + tl.arange(0, WIDE)
+            cell = tl.load(cells_ptr + entry, mask=entry < num_listed, other=0)
+            at = cell[:, None] * CELL + tl.arange(0, CELL)[None, :]
+            x = _logits(row_ptr, mask_ptr, at, (entry < num_listed)[:, None] & (at < vocab), MASKED)
+            found = ((entry < num_listed)[:, None] & (at < vocab) & (_key(x) >= bound)).to(tl.int32)
+            held = tl.sum(found, axis=1)  # of each cell
+            place = tl.cumsum(found, axis=1) - 1 + (tl.cumsum(held) - held)[:, None] + count
+            kept = (found > 0) & (place < SOME)
+            tl.store(few_x_ptr + place, x, mask=kept)
+            tl.store(few_id_ptr + place, at, mask=kept)
+            count += tl.sum(held)
+            start += WIDE
+    tl.debug_barrier()
+    return count
+
+
+@triton.jit
+def _draw_gathered(
+    few_x_ptr, few_id_ptr, count, bound, vocab, peak, least, rate, floor, seed, position, top_k, top_p, whole_low,
+    whole_high,
+):  # fmt: skip
+    """`_draw_few` in the room it takes."""
+    if count <= FEW:
+        token, certain = _draw_few(
+            few_x_ptr, few_id_ptr, count, bound, vocab, peak, least, rate, floor, seed, position, top_k, top_p,
+            whole_low, whole_high, FEW,
+        )  # fmt: skip
+    else:
+        token, certain = _draw_few(
+            few_x_ptr, few_id_ptr, count, bound, vocab, peak, least, rate, floor, seed, position, top_k, top_p,
+            whole_low, whole_high, SOME,
+        )  # fmt: skip
+    return token, certain
+
+
+@triton.jit
+def _draw_few(
+    few_x_ptr, few_id_ptr, count, bound, vocab, peak, least, rate, floor, seed, position, top_k, top_p, whole_low,
+    whole_high, SIZE: tl.constexpr,
+):  # fmt: skip
+    """The token of a filtered row, among all its logits that reach the bound; and whether it is certain.
+
+    It is when all that can stay is there, and the sum of the row's weights, which lies between the two given, decides
+    nothing.
+    """
+    has_k, has_p = _filters(top_k, top_p, vocab)
+    slot = tl.arange(0, SIZE)
+    live = slot < tl.where(count <= SIZE, count, 0)
+    x = tl.load(few_x_ptr + slot, mask=live, other=float("-inf"))
+    keys = tl.where(live, _key(x), _NO_KEY)
+    w = tl.where(live, _weights(x, peak, least, rate), 0)
+    high = _key(peak)
+    certain, complete = count <= SIZE, bound <= _key(least)  # complete: nothing else has a weight
+
+    # kept: every key above the edge, and the first `room` of those on it
+    edge, room, total = bound, tl.full((), _FAR, tl.int64), tl.sum(w)
+    if has_k:
+        certain = certain & ((count >= top_k) | complete)
+        edge, held = _edge_few(keys, live.to(tl.int64), bound, high, top_k)
+        room = top_k - held
+        total = tl.sum(tl.where(keys > edge, w, 0)) + room * tl.max(tl.where(keys == edge, w, 0))
+        whole_low, whole_high = total, total
+    elif has_p:
+        whole_low, whole_high = tl.where(complete, total, whole_low), tl.where(complete, total, whole_high)
+    else:
+        certain = certain & (complete | (_weight_of(_value(bound), peak, least, rate) < floor))
+    if has_p:
+        line, most = _ceil(top_p * whole_low.to(tl.float64)), _ceil(top_p * whole_high.to(tl.float64))
+        last, held = _edge_few(keys, w, edge, high, line)
+        each = tl.maximum(tl.max(tl.where(keys == last, w, 0)), 1)
+        fits = (line - held + each - 1) // each
+        reached = held + each * tl.sum((keys == last).to(tl.int64)) >= most
+        certain = certain & (reached & ((most - held + each - 1) // each == fits) | complete | has_k)
+        room = tl.where(last == edge, tl.minimum(room, fits), fits)
+        edge = last
+    w, _ = _kept(keys, w, edge, room, floor)
+    place = tl.sum((tl.cumsum(w) <= _point(seed, position, tl.sum(w))).to(tl.int32))
+    return tl.load(few_id_ptr + tl.minimum(place, SIZE - 1)), certain.to(tl.int32)
+
+
+@triton.jit
+def _edge_few(keys, values, low, high, limit):
+    """The least key, `low` or above, such that the values of larger keys sum up to less than the limit; that sum."""
+    under, over = low.to(tl.int64) - 1, high.to(tl.int64)
+    held = tl.zeros((), tl.int64)  # above `over`
+    while over - under > 1:
+        middle = (under + over) >> 1
+        found = tl.sum(tl.where(keys > middle.to(tl.int32), values, 0))
+        if found < limit:
+            over, held = middle, found
+        else:
+            under = middle
+    return over.to(tl.int32), held
+
+
+@triton.jit
+def _kept(keys, w, edge, room, floor):
+    """Weights with those that are dropped as 0; and how many keys are the edge itself."""
+    level = (keys == edge).to(tl.int64)
+    stays = (keys > edge) | ((level > 0) & (tl.cumsum(level) <= room))
+    return tl.where(stays & (w >= floor), w, 0), tl.sum(level)
+
+
+# ---- rows that need the exact sum, or more than was left -------------------------------------------------------------
+
+
+@triton.jit
+def _sums(
     logits_ptr,
     mask_ptr,
     best_ptr,
     sums_ptr,
-    runs_ptr,
+    open_ptr,
+    temperature_ptr,
+    vocab,
+    row_stride,
+    MASKED: tl.constexpr,
+    RUN: tl.constexpr,
+    TURNS: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    if tl.load(open_ptr + row) == 0:
+        return
+    peak = tl.max(_parts(best_ptr + row * CELLS, vocab, float("-inf"), CELLS, RUN // EACH))
+    least, rate = _scale(peak, tl.load(temperature_ptr + row))
+    for i in tl.static_range(TURNS):
+        run = (tl.program_id(0) * TURNS + i) * TOGETHER + tl.arange(0, TOGETHER)
+        at = run[:, None] * RUN + tl.arange(0, RUN)[None, :]
+        w = _weights(_logits(logits_ptr + row * row_stride, mask_ptr, at, at < vocab, MASKED), peak, least, rate)
+        tl.store(sums_ptr + row * RUNS + run, tl.sum(w, axis=1), mask=run < RUNS)
+
+
+@triton.jit
+def _exact(
+    logits_ptr,
+    mask_ptr,
+    best_ptr,
+    sums_ptr,
     few_x_ptr,
     few_id_ptr,
+    count_ptr,
+    bound_ptr,
+    open_ptr,
     seeds_ptr,
     positions_ptr,
     temperature_ptr,
@@ -250,196 +452,111 @@ def _filter(
     row_stride,
     MASKED: tl.constexpr,
     RUN: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    temperature, top_k, top_p = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
-    has_k, has_p = (top_k > 0) & (top_k < vocab), top_p < 1
-    if (temperature == 0) | ((has_k | has_p) == 0):
+    if tl.load(open_ptr + row) == 0:
         return
-    peak = tl.max(_of_runs(best_ptr + row * RUNS, vocab, float("-inf"), RUN))
-    if (peak == float("inf")) | (peak == float("-inf")):
-        return
-    whole = tl.zeros((), tl.int64)
-    if has_k == 0:
-        whole = tl.sum(_of_runs(sums_ptr + row * RUNS, vocab, 0, RUN))
-    least, rate = _scale(peak, temperature)
-    token = _filtered(
-        logits_ptr + row * row_stride, mask_ptr, best_ptr + row * RUNS, runs_ptr + row * RUNS, few_x_ptr + row * FEW,
-        few_id_ptr + row * FEW, vocab, peak, least, rate, _floor(min_p_ptr, row), tl.load(seeds_ptr + row),
-        tl.load(positions_ptr + row), has_k, has_p, top_k, top_p, whole, MASKED, RUN,
-    )  # fmt: skip
-    tl.store(tokens_ptr + row, token)
-
-
-@triton.jit
-def _filtered(
-    row_ptr, mask_ptr, best_ptr, runs_ptr, few_x_ptr, few_id_ptr, vocab, peak, least, rate, floor, seed, position,
-    has_k, has_p, top_k, top_p, whole, MASKED: tl.constexpr, RUN: tl.constexpr,
-):  # fmt: skip
-    """A token of a row with top-k or top-p. whole: the sum of its weights where it has no top-k."""
-    LONG: tl.constexpr = 1024 if TOGETHER * RUN < 1024 else TOGETHER * RUN  # logits at a time where all are read
-    lane = tl.arange(0, RUNS)
-    best = _key(_of_runs(best_ptr, vocab, float("-inf"), RUN))
-    num_runs = (vocab + RUN - 1) // RUN
-    larger = tl.zeros((RUNS,), tl.int32)  # runs with a larger best
-    for i in range(0, RUNS, 32):
-        other = i + tl.arange(0, 32)
-        other = _key(tl.load(best_ptr + other, mask=other < num_runs, other=float("-inf")))
-        larger += tl.sum((other[None, :] > best[:, None]).to(tl.int32), axis=1)
-    line = _ceil(top_p * whole.to(tl.float64))  # top-p alone: what it keeps sums up to this
-
-    # All that stays has to be gathered: what reaches a bound. Bounds to try: the `most`-th largest best of a run, since
-    # so many tokens reach it at least; then one that is searched for; then (state 2) nothing is gathered.
-    most = tl.where(has_k, top_k, 32).to(tl.int64)
-    low, count, state = _key(peak), tl.zeros((), tl.int32), tl.zeros((), tl.int32)
-    while state == 0:
-        if most <= num_runs:
-            low = tl.min(tl.where(larger < most, best, 0x7FFFFFFF))
-        else:
-            low, state = _search(
-                row_ptr, mask_ptr, vocab, _value(low), peak, least, rate, has_k, top_k, line, MASKED, LONG
-            )  # fmt: skip
-        if state == 0:
-            listed = best >= low
-            tl.debug_barrier()  # readers of the round before are done
-            tl.store(runs_ptr + tl.cumsum(listed.to(tl.int32)) - 1, lane, mask=listed)
-            tl.debug_barrier()
-            num_listed, count, i = tl.sum(listed.to(tl.int32)), tl.zeros((), tl.int32), tl.zeros((), tl.int32)
-            while i < num_listed:
-                entry = i + tl.arange(0, TOGETHER)
-                run = tl.load(runs_ptr + entry, mask=entry < num_listed, other=0)
-                at = run[:, None] * RUN + tl.arange(0, RUN)[None, :]
-                live = (entry < num_listed)[:, None] & (at < vocab)
-                x = _logits(row_ptr, mask_ptr, at, live, MASKED)
-                found = tl.reshape((live & (_key(x) >= low)).to(tl.int32), (TOGETHER * RUN,))
-                place = tl.reshape(tl.cumsum(found) + count - 1, (TOGETHER, RUN))
-                kept = tl.reshape(found, (TOGETHER, RUN)) > 0
-                tl.store(few_x_ptr + place, x, mask=kept & (place < FEW))
-                tl.store(few_id_ptr + place, at, mask=kept & (place < FEW))
-                count += tl.sum(found)
-                i += TOGETHER
-            tl.debug_barrier()
-            if count > FEW:
-                state = tl.full((), 2, tl.int32)
-            elif has_k:
-                state = tl.full((), 1, tl.int32)
-            else:
-                x, keys = _tile(few_x_ptr, mask_ptr, 0, count, False, FEW)
-                held = tl.sum(tl.where(keys > _NO_KEY, _weights(x, peak, least, rate), 0))
-                state = tl.where(held >= line, 1, tl.where(most > num_runs, 2, 0)).to(tl.int32)
-            most = most * 4
-    if state == 1:
-        at = _select(
-            few_x_ptr, mask_ptr, count, low, peak, least, rate, floor, seed, position, has_k, has_p, top_k, top_p, line,
-            False, False, FEW,
-        )  # fmt: skip
-        token = tl.load(few_id_ptr + at).to(tl.int64)
+    row_ptr = logits_ptr + row * row_stride
+    peak = tl.max(_parts(best_ptr + row * CELLS, vocab, float("-inf"), CELLS, RUN // EACH))
+    least, rate = _scale(peak, tl.load(temperature_ptr + row))
+    seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
+    sums = _parts(sums_ptr + row * RUNS, vocab, 0, RUNS, RUN)
+    whole = tl.sum(sums)
+    if _kind(row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, vocab) == _WHOLE:
+        point = _point(seed, position, whole)
+        run = tl.sum((tl.cumsum(sums) <= point).to(tl.int32))
+        before = tl.sum(tl.where(tl.arange(0, RUNS) < run, sums, 0))
+        at = run * RUN + tl.arange(0, RUN)
+        w = _weights(_logits(row_ptr, mask_ptr, at, at < vocab, MASKED), peak, least, rate)
+        tl.store(tokens_ptr + row, run * RUN + tl.sum((tl.cumsum(w) + before <= point).to(tl.int32)))
     else:
-        token = _select(
-            row_ptr, mask_ptr, vocab, tl.full((), _LEAST_KEY, tl.int32), peak, least, rate, floor, seed, position,
-            has_k, has_p, top_k, top_p, line, True, MASKED, LONG,
-        ).to(tl.int64)  # fmt: skip
-    return token
+        top_k, top_p, floor = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), _floor(min_p_ptr, row)
+        token, certain = _draw_gathered(
+            few_x_ptr + row * SOME, few_id_ptr + row * SOME, tl.load(count_ptr + row), tl.load(bound_ptr + row), vocab,
+            peak, least, rate, floor, seed, position, top_k, top_p, whole, whole,
+        )  # fmt: skip
+        if certain == 0:
+            token = _draw_long(
+                row_ptr, mask_ptr, vocab, peak, least, rate, floor, seed, position, top_k, top_p, whole, MASKED, SIZE
+            )
+        tl.store(tokens_ptr + row, token)
 
 
 @triton.jit
-def _search(
-    row_ptr, mask_ptr, vocab, high, peak, least, rate, has_k, top_k, line, MASKED: tl.constexpr, SIZE: tl.constexpr
+def _draw_long(
+    row_ptr, mask_ptr, vocab, peak, least, rate, floor, seed, position, top_k, top_p, whole, MASKED: tl.constexpr,
+    SIZE: tl.constexpr,
 ):  # fmt: skip
-    """A key that all reach who can stay, and not too many to gather; and 0, or 2 if there is none. Sums are rough."""
-    above, below, low, state = high, least, least, tl.full((), 1, tl.int32)  # below `least` all weights are 0
-    rough_rate, turn = tl.minimum(rate, 1e30).to(tl.float32), tl.zeros((), tl.int32)
-    while state == 1:
-        count, held, start = tl.zeros((), tl.int64), tl.zeros((), tl.float32), tl.zeros((), tl.int32)
-        while start < vocab:
-            x, _ = _tile(row_ptr, mask_ptr, start, vocab, MASKED, SIZE)
-            count += tl.sum((x >= low).to(tl.int64))
-            held += tl.sum(tl.where(x >= low, tl.exp2((tl.maximum(x, least) - peak) * rough_rate), 0.0))
-            start += SIZE
-        enough = tl.where(has_k, count >= top_k, held.to(tl.float64) * _UNIT >= line * 1.00001) | (turn == 0)
-        turn += 1
-        if enough & (count <= FEW):
-            state = tl.zeros((), tl.int32)
-        elif (turn == 20) | (count > FEW) & (enough == 0):
-            state = tl.full((), 2, tl.int32)
-        else:
-            if enough:
-                below = low
-            else:
-                above = low
-            low = 0.5 * above + 0.5 * below
-    return _key(low), state
-
-
-@triton.jit
-def _select(
-    x_ptr, mask_ptr, n, low, peak, least, rate, floor, seed, position, has_k, has_p, top_k, top_p, line,
-    LONG: tl.constexpr, MASKED: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """Place among n logits, in the order of ids, of the token drawn from those that the filters keep.
-
-    Their keys are at least `low`; with top-k there are at least so many of them. LONG: they are more than one tile, and
-    read anew whenever they are looked at.
-    """
-    x, keys = _tile(x_ptr, mask_ptr, 0, n, MASKED, SIZE)
-    w = _weights(x, peak, least, rate)
-    each = tl.full((SIZE,), 1, tl.int64)
-    # kept: every key above the edge, and the first `room` of those on it
-    edge, room = low, tl.full((), _FAR, tl.int64)
+    """The token of a filtered row, from all its logits, SIZE of them at a time."""
+    has_k, has_p = _filters(top_k, top_p, vocab)
+    edge, room = _key(least), tl.full((), _FAR, tl.int64)  # at `least` and below weights are 0
     if has_k:
-        edge, held = _edge(
-            x_ptr, mask_ptr, n, low, top_k, peak, least, rate, keys, each, False, LONG, MASKED, SIZE
+        edge, held = _edge_long(
+            row_ptr, mask_ptr, vocab, edge, peak, least, rate, top_k, False, MASKED, SIZE
         )  # fmt: skip
         room = top_k - held
+        more = _above(row_ptr, mask_ptr, vocab, edge, peak, least, rate, True, MASKED, SIZE)
+        whole = more + tl.minimum(room, vocab) * _weight_of(_value(edge), peak, least, rate)
     if has_p:
-        if has_k:
-            more = _above(x_ptr, mask_ptr, n, edge, peak, least, rate, keys, w, True, LONG, MASKED, SIZE)
-            line = _ceil(top_p * (more + room * _weight_of(edge, peak, least, rate)).to(tl.float64))
-        last, held = _edge(x_ptr, mask_ptr, n, edge, line, peak, least, rate, keys, w, True, LONG, MASKED, SIZE)
-        one = tl.maximum(_weight_of(last, peak, least, rate), 1)
-        fits = (line - held + one - 1) // one
+        line = _ceil(top_p * whole.to(tl.float64))
+        last, held = _edge_long(
+            row_ptr, mask_ptr, vocab, edge, peak, least, rate, line, True, MASKED, SIZE
+        )  # fmt: skip
+        each = tl.maximum(_weight_of(_value(last), peak, least, rate), 1)
+        fits = (line - held + each - 1) // each
         room = tl.where(last == edge, tl.minimum(room, fits), fits)
         edge = last
-
-    if not LONG:
-        w, _ = _kept(keys, w, edge, room, floor)
-        return tl.minimum(tl.sum((tl.cumsum(w) <= _point(seed, position, tl.sum(w))).to(tl.int32)), n - 1)
     total, ties, start = tl.zeros((), tl.int64), tl.zeros((), tl.int64), tl.zeros((), tl.int32)
-    while start < n:
-        x, keys = _tile(x_ptr, mask_ptr, start, n, MASKED, SIZE)
+    while start < vocab:
+        x, keys = _tile(row_ptr, mask_ptr, start, vocab, MASKED, SIZE)
         w, level = _kept(keys, _weights(x, peak, least, rate), edge, room - ties, floor)
         total, ties, start = total + tl.sum(w), ties + level, start + SIZE
     point = _point(seed, position, total)
     before, ties, start = tl.zeros((), tl.int64), tl.zeros((), tl.int64), tl.zeros((), tl.int32)
-    place = tl.zeros((), tl.int32)
-    while start < n:
-        x, keys = _tile(x_ptr, mask_ptr, start, n, MASKED, SIZE)
+    token = tl.zeros((), tl.int32)
+    while start < vocab:
+        x, keys = _tile(row_ptr, mask_ptr, start, vocab, MASKED, SIZE)
         w, level = _kept(keys, _weights(x, peak, least, rate), edge, room - ties, floor)
-        place += tl.sum((tl.cumsum(w) + before <= point).to(tl.int32))
+        token += tl.sum((tl.cumsum(w) + before <= point).to(tl.int32))
         before, ties, start = before + tl.sum(w), ties + level, start + SIZE
-    return tl.minimum(place, n - 1)
+    return tl.minimum(token, vocab - 1)
 
 
 @triton.jit
-def _tile(x_ptr, mask_ptr, start, n, MASKED: tl.constexpr, SIZE: tl.constexpr):
-    """Logits start .. start+SIZE-1 of n, and their keys; below every key there is where they are none."""
+def _tile(row_ptr, mask_ptr, start, vocab, MASKED: tl.constexpr, SIZE: tl.constexpr):
+    """Logits start .. start+SIZE-1 and their keys; below every key where there are none."""
     at = start + tl.arange(0, SIZE)
-    x = _logits(x_ptr, mask_ptr, at, at < n, MASKED)
-    return x, tl.where(at < n, _key(x), _NO_KEY)
+    x = _logits(row_ptr, mask_ptr, at, at < vocab, MASKED)
+    return x, tl.where(at < vocab, _key(x), _NO_KEY)
 
 
 @triton.jit
-def _edge(
-    x_ptr, mask_ptr, n, low, limit, peak, least, rate, keys, values, WEIGHTS: tl.constexpr, LONG: tl.constexpr,
-    MASKED: tl.constexpr, SIZE: tl.constexpr,
+def _above(
+    row_ptr, mask_ptr, vocab, key, peak, least, rate, WEIGHTS: tl.constexpr, MASKED: tl.constexpr, SIZE: tl.constexpr
+):
+    """How many logits have a larger key, or (WEIGHTS) the sum of their weights; int64."""
+    total, start = tl.zeros((), tl.int64), tl.zeros((), tl.int32)
+    while start < vocab:
+        x, keys = _tile(row_ptr, mask_ptr, start, vocab, MASKED, SIZE)
+        value = _weights(x, peak, least, rate) if WEIGHTS else tl.full((SIZE,), 1, tl.int64)
+        total += tl.sum(tl.where(keys > key, value, 0))
+        start += SIZE
+    return total
+
+
+@triton.jit
+def _edge_long(
+    row_ptr, mask_ptr, vocab, low, peak, least, rate, limit, WEIGHTS: tl.constexpr, MASKED: tl.constexpr,
+    SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The least key, `low` or above, such that what is larger stays below the limit; and how much that is."""
+    """`_edge_few` over a whole row; values are 1, or (WEIGHTS) the weights."""
     under, over = low.to(tl.int64) - 1, _key(peak).to(tl.int64)
-    held = tl.zeros((), tl.int64)  # above `over`
+    held = tl.zeros((), tl.int64)
     while over - under > 1:
         middle = (under + over) >> 1
         found = _above(
-            x_ptr, mask_ptr, n, middle.to(tl.int32), peak, least, rate, keys, values, WEIGHTS, LONG, MASKED, SIZE
+            row_ptr, mask_ptr, vocab, middle.to(tl.int32), peak, least, rate, WEIGHTS, MASKED, SIZE
         )  # fmt: skip
         if found < limit:
             over, held = middle, found
@@ -449,34 +566,9 @@ def _edge(
 
 
 @triton.jit
-def _above(
-    x_ptr, mask_ptr, n, key, peak, least, rate, keys, values, WEIGHTS: tl.constexpr, LONG: tl.constexpr,
-    MASKED: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """How many of n logits have a larger key, or (WEIGHTS) the sum of their weights; int64. keys, values: a tile."""
-    if not LONG:
-        return tl.sum(tl.where(keys > key, values, 0))
-    total, start = tl.zeros((), tl.int64), tl.zeros((), tl.int32)
-    while start < n:
-        x, keys = _tile(x_ptr, mask_ptr, start, n, MASKED, SIZE)
-        if WEIGHTS:
-            values = _weights(x, peak, least, rate)
-        total += tl.sum(tl.where(keys > key, values, 0))
-        start += SIZE
-    return total
-
-
-@triton.jit
-def _kept(keys, w, edge, room, floor):
-    """Weights of a tile, 0 for what is dropped; and how many of its keys are the edge itself."""
-    level = (keys == edge).to(tl.int64)
-    stays = (keys > edge) | ((level > 0) & (tl.cumsum(level) <= room))
-    return tl.where(stays & (w >= floor), w, 0), tl.sum(level)
-
-
-@triton.jit
-def _weight_of(key, peak, least, rate):
-    return tl.max(_weights(_value(key + tl.zeros((16,), tl.int32)), peak, least, rate))
+def _weight_of(x, peak, least, rate):
+    """The weight of one logit."""
+    return tl.max(_weights(x + tl.zeros((16,), tl.float32), peak, least, rate))
 
 
 def sample_rows(
@@ -496,27 +588,28 @@ def sample_rows(
     if not rows:
         return tokens, peaks
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    settings = [column.contiguous() for column in (seeds, positions, temperature, top_k, top_p, min_p)]
-    runs, together, few = RUNS.value, TOGETHER.value, FEW.value
-    best = torch.empty(rows, runs, dtype=torch.float32, device=device)
-    sums = torch.empty(rows, runs, dtype=torch.int64, device=device)
-    listed = torch.empty(rows, runs, dtype=torch.int32, device=device)
-    few_x = torch.empty(rows, few, dtype=torch.float32, device=device)
-    few_id = torch.empty(rows, few, dtype=torch.int32, device=device)
-    run = max(triton.next_power_of_2(triton.cdiv(vocab, runs)), 16)
+    seeds, positions, *others = [column.contiguous() for column in (seeds, positions, temperature, top_k, top_p, min_p)]
+
+    def scratch(width: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(rows, width, dtype=dtype, device=device)
+
+    runs, together, some = RUNS.value, TOGETHER.value, SOME.value
+    best, rough = scratch(CELLS.value, torch.float32), scratch(runs, torch.float32)
+    sums, cells = scratch(runs, torch.int64), scratch(MOST.value, torch.int32)
+    few = (
+        scratch(some, torch.float32), scratch(some, torch.int32), scratch(1, torch.int32), scratch(1, torch.int32),
+        scratch(1, torch.int32),
+    )  # fmt: skip
+    undecided = few[-1]
+    run = max(triton.next_power_of_2(triton.cdiv(vocab, runs)), EACH.value)
+    slices = triton.cdiv(triton.cdiv(vocab, run), together)
     warps = min(max(together * run // 1024, 1), 16)  # 32 logits a thread
-    shape = {"MASKED": mask is not None, "RUN": run}
-    grid = (triton.cdiv(triton.cdiv(vocab, run), together), rows)
-    mask_or_any = logits if mask is None else mask
-    _peaks[grid](logits, mask_or_any, best, vocab, logits.stride(0), **shape, num_warps=warps)
-    _sums[grid](
-        logits, mask_or_any, best, sums, *settings[2:], vocab, logits.stride(0), **shape, num_warps=warps
-    )  # fmt: skip
-    _choose[(rows,)](
-        logits, mask_or_any, best, sums, *settings, tokens, peaks, vocab, logits.stride(0), **shape, num_warps=4
-    )  # fmt: skip
-    _filter[(rows,)](
-        logits, mask_or_any, best, sums, listed, few_x, few_id, *settings, tokens, vocab, logits.stride(0), **shape,
-        num_warps=8,
+    where = (logits, logits if mask is None else mask, best)
+    last = (vocab, logits.stride(0), mask is not None, run)
+    _scan[(slices, rows)](*where, rough, others[0], *last, num_warps=warps)
+    _choose[(rows,)](*where, rough, cells, *few, seeds, positions, *others, tokens, peaks, *last, num_warps=WARPS)
+    _sums[(triton.cdiv(slices, 4), rows)](*where, sums, undecided, others[0], *last, 4, num_warps=warps)
+    _exact[(rows,)](
+        *where, sums, *few, seeds, positions, *others, tokens, *last, max(together * run, 1024), num_warps=WARPS
     )  # fmt: skip
     return tokens, peaks
