@@ -26,6 +26,9 @@ class DeviceMemory:
         assert batch.rows is not None, "the batch does not say on the device where its rows stand"
         self.config, self.plan, self.numerics = config.text, plan, numerics
         self.storage, self.rows = storage, batch.rows
+        # where the host knows the blocks, no kernel sees the empty end of the tables: it may be a million tokens long
+        most = max(map(len, batch.tables), default=storage.tables.shape[1])
+        self.tables = storage.tables[:, :most]
         # one-row chunks share no keys, and in a graph the host knows no chunks
         self.starts = batch.starts if len(batch.starts) - 1 < batch.ids.shape[0] else None
         self._steps: dict[int, RatioStep] = {}
@@ -103,7 +106,7 @@ class DeviceLayer:
             q,
             weights,
             memory.paged(plan.keys_from, "index"),
-            memory.storage.tables,
+            memory.tables,
             memory.rows,
             memory.ratio(plan.ratio).visible,
             text.index_topk,
