@@ -37,6 +37,8 @@ PLAIN = Numerics(
 class Table(nn.Module):
     """A lookup table with a gradient, in place of `Embedding` and `PackedTable`."""
 
+    over_link = False  # it lies beside the model
+
     def __init__(self, rows: int, channels: int, dtype: torch.dtype, kernels: TrainingKernels):
         super().__init__()
         self.kernels = kernels
