@@ -6,6 +6,7 @@ does end to end in the quantised profiles is chaotic (model specification, 6.4):
 the noise floor, the left side against itself with its sums in another order.
 """
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from benthic.bench.eval import read_documents
 from benthic.cache.storage import Storage
 from benthic.engine import batch as batches
 from benthic.engine.llm import LLM
-from benthic.errors import BadField
+from benthic.errors import BadField, BenchError
 from benthic.kernels import (
     attn_sparse,
     backends,
@@ -423,6 +424,7 @@ def replace_place(where: Place) -> Place:
 # ---- greedy text -----------------------------------------------------------------------------------------------------
 
 FORCED = 64  # prompts whose positions are compared by their distributions
+Prompts = Sequence[Sequence[int]]
 TIE = 2e-3  # nats between the two best tokens, below which another choice is a tie
 
 
@@ -451,14 +453,48 @@ class Agreement:
         ]
 
 
-def greedy(model: str | Path, numerics: str, where: Place, prompts: Sequence[Sequence[int]], tokens: int) -> list[Any]:
-    """Completions through the engine, with the two best log-probabilities of each position."""
+class Text(NamedTuple):
+    """A greedy completion."""
+
+    ids: list[int]
+    gaps: list[float]  # nats between the two best tokens of each position
+
+
+def greedy(model: str | Path, numerics: str, where: Place, prompts: Sequence[Sequence[int]], tokens: int) -> list[Text]:
+    """Completions through the engine."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=2)
     with ExitStack() as stack:
         if where.reference:
             stack.enter_context(backends.reference())
         llm = stack.enter_context(LLM(model, numerics=numerics, device=str(where.device)))
-        return llm.generate([list(ids) for ids in prompts], params, progress=False)
+        done = llm.generate([list(ids) for ids in prompts], params, progress=False)
+    for completion in done:
+        if completion.error is not None:
+            raise completion.error
+    return [Text(list(c.token_ids), [e.top[0][1] - e.top[1][1] for e in c.logprobs]) for c in done]
+
+
+def kept(
+    folder: Path | None, model: str | Path, numerics: str, where: Place, prompts: Prompts, tokens: int
+) -> list[Text]:
+    """`greedy`, from the file that an earlier run on the same checkpoint and prompts left in `folder`, or into it.
+
+    Slow sides are made once, on a machine that has the time. Raises BenchError when the file is of something else.
+    """
+    if folder is None:
+        return greedy(model, numerics, where, prompts, tokens)
+    path = folder / f"greedy-{numerics}-{where.name.replace(':', '-')}.json"
+    about = {"checkpoint": Checkpoint.open(model).digest(), "prompts": [list(ids) for ids in prompts], "tokens": tokens}
+    if path.is_file():
+        found = json.loads(path.read_text())
+        if {key: found.get(key) for key in about} != about:
+            raise BenchError("text", f"{path} holds completions of another checkpoint, other prompts or other lengths")
+        return [Text(*text) for text in found["texts"]]
+    texts = greedy(model, numerics, where, prompts, tokens)
+    folder.mkdir(parents=True, exist_ok=True)
+    rounded = [[text.ids, [round(gap, 5) for gap in text.gaps]] for text in texts]
+    path.write_text(json.dumps(about | {"texts": rounded}, separators=(",", ":")) + "\n")
+    return texts
 
 
 def agreement(
@@ -466,24 +502,21 @@ def agreement(
     numerics: str,
     left: Place,
     right: Place,
-    prompts: Sequence[Sequence[int]],
+    prompts: Prompts,
     tokens: int,
-    mine: list[Any] | None = None,
+    mine: list[Text],
+    theirs: list[Text],
 ) -> Agreement:
-    """Compare completions. mine: the left ones, where they were made before."""
-    mine = mine or greedy(model, numerics, left, prompts, tokens)
-    theirs = greedy(model, numerics, right, prompts, tokens)
+    """Compare completions of the same prompts."""
     agreed: list[int] = []
     ties = 0
     for a, b in zip(mine, theirs, strict=True):
-        same = next((i for i, (x, y) in enumerate(zip(a.token_ids, b.token_ids, strict=True)) if x != y), tokens)
+        same = next((i for i, (x, y) in enumerate(zip(a.ids, b.ids, strict=True)) if x != y), tokens)
         agreed.append(same)
-        if same < tokens:
-            best = [logprob for _, logprob in a.logprobs[same].top]
-            ties += best[0] - best[1] < TIE
+        ties += same < tokens and a.gaps[same] < TIE
     checkpoint, kl = Checkpoint.open(model), []
     for at in range(0, min(len(prompts), FORCED), 8):
-        rows = [[*ids, *done.token_ids] for ids, done in zip(prompts[at : at + 8], mine[at : at + 8], strict=False)]
+        rows = [[*ids, *done.ids] for ids, done in zip(prompts[at : at + 8], mine[at : at + 8], strict=False)]
         steps = plans(rows, 512, 0)
         p, q = (logits(checkpoint, numerics, where, steps) for where in (left, right))
         keep = torch.tensor(
@@ -509,15 +542,27 @@ def agreement(
 
 
 def text_lines(
-    model: str | Path, numerics: str, left: Place, right: Place, prompts: Sequence[Sequence[int]], tokens: int
+    model: str | Path,
+    numerics: str,
+    left: Place,
+    right: Place,
+    prompts: Prompts,
+    tokens: int,
+    folder: Path | None = None,
 ) -> list[Line]:
-    """Without quantisers at most 1 of 100 completions may differ but for ties; with them, beside the noise floor."""
-    mine = greedy(model, numerics, left, prompts, tokens)
-    found = agreement(model, numerics, left, right, prompts, tokens, mine)
+    """Without quantisers at most 1 of 100 completions may differ but for ties; with them, beside the noise floor.
+
+    folder  where completions of the left side are kept, or found, as `kept` says.
+    """
+    mine = kept(folder, model, numerics, left, prompts, tokens)
+    theirs = greedy(model, numerics, right, prompts, tokens)
+    found = agreement(model, numerics, left, right, prompts, tokens, mine, theirs)
     if not NUMERICS[numerics].quantise:
         return found.lines("", 0.01)
     other = replace_place(left)
-    floor = agreement(model, numerics, left, other, prompts, tokens, mine)
+    floor = agreement(
+        model, numerics, left, other, prompts, tokens, mine, kept(folder, model, numerics, other, prompts, tokens)
+    )
     return found.lines("") + floor.lines(f" ({other.name})")
 
 
@@ -553,11 +598,13 @@ def compare(
     decode: int = 8,
     texts: Sequence[Sequence[int]] = (),
     tokens: int = 64,
+    folder: Path | None = None,
 ) -> dict[str, list[Line]]:
     """All levels for each profile. progress is told what begins.
 
     prompts  token ids, brought up side by side in chunks; they need at most 64 blocks of 128 tokens together.
     texts    prompts to continue greedily by `tokens` tokens; none: the level is left out.
+    folder   keeps the left side's completions, or has them from an earlier run.
     Raises   CheckpointError, BadField.
     """
     checkpoint = Checkpoint.open(model)
@@ -572,7 +619,7 @@ def compare(
         lines += logit_lines(checkpoint, numerics, left, right, steps)
         if texts:
             progress(f"{numerics}: text")
-            lines += text_lines(model, numerics, left, right, texts, tokens)
+            lines += text_lines(model, numerics, left, right, texts, tokens, folder)
         found[numerics] = lines
     return found
 

@@ -58,6 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompts", type=int, default=0, metavar="N", help="with --compare: continue N prompts greedily"
     )
     parser.add_argument("--tokens", type=int, default=64, metavar="N", help="with --compare: by N tokens (default 64)")
+    parser.add_argument(
+        "--texts", type=Path, metavar="DIR", help="with --compare: keep the first place's completions here, or use them"
+    )
     config.add_arguments(parser)
 
 
@@ -100,6 +103,7 @@ def _compare(args: argparse.Namespace, settings: config.Config) -> int:
         lambda text: print(f"{text} ...", file=sys.stderr, flush=True),
         texts=documents,
         tokens=args.tokens,
+        folder=args.texts,
     )
     if args.json:
         body = {"places": names, "model": model, "profiles": {n: [asdict(x) for x in xs] for n, xs in found.items()}}

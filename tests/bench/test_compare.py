@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benthic.bench import compare
 from benthic.cli.main import main
-from benthic.errors import BadField
+from benthic.errors import BadField, BenchError
 from benthic.kernels import backends, norm
 from benthic.models.weights import Checkpoint
 from benthic.testing.checkpoints import make_tiny
@@ -77,6 +77,26 @@ def test_greedy_text_of_native_and_reference_kernels() -> None:
     lines = compare.text_lines("minnow", "float", left, right, [[0, 40, 50, 60]], 6)
     assert all(line.passed for line in lines)
     assert {line.error for line in lines if line.name == "agreed length"} == {6.0}
+
+
+def test_completions_are_kept_for_the_same_prompts_alone(folder: Path, tmp_path: Path) -> None:
+    where = compare.place("cpu")
+    texts = compare.kept(tmp_path, folder, "float", where, [[5, 9], [7]], 3)
+    assert [len(text.ids) for text in texts] == [3, 3]
+    again = compare.kept(tmp_path, folder, "float", where, [[5, 9], [7]], 3)
+    assert [text.ids for text in again] == [text.ids for text in texts]
+    with pytest.raises(BenchError, match="other prompts"):
+        compare.kept(tmp_path, folder, "float", where, [[5, 9], [8]], 3)
+
+
+def test_agreement_counts_ties_apart(folder: Path) -> None:
+    """The second completion leaves at a tie, the third where the first choice was clear."""
+    mine = [compare.Text([4, 5], [1.0, 1.0]), compare.Text([4, 5], [1.0, 1e-4]), compare.Text([4, 5], [1.0, 1.0])]
+    theirs = [mine[0], compare.Text([4, 6], [1.0, 1.0]), compare.Text([6, 5], [1.0, 1.0])]
+    cpu = compare.place("cpu")
+    found = compare.agreement(folder, "float", cpu, cpu, [[5], [6], [7]], 2, mine, theirs)
+    assert (found.equal, found.first, found.length, found.ties) == (1 / 3, 2 / 3, 1.0, 1)
+    assert found.kl == 0.0
 
 
 def test_from_the_command_line(
