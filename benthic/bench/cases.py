@@ -141,7 +141,7 @@ class Cases:
     def all(self) -> Iterator[Case]:
         for cases in (self._small, self._products, self._experts, self._cached, self._streams, self._end):
             yield from cases()
-            self._kept.clear()
+            self.forget()
 
     def _small(self) -> Iterator[Case]:
         for rows in self.sizes.small_rows:
@@ -155,7 +155,7 @@ class Cases:
             for rows in self.sizes.rows:
                 for fast in (False, True):
                     yield self.linear(name, n, k, rows, fast)
-            self._kept.clear()
+            self.forget()
         for rows in self.sizes.rows:
             for fast in (False, True):
                 yield self.attention_inputs(rows, fast)
@@ -673,6 +673,9 @@ class Cases:
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
+
+    def forget(self) -> None:
+        self._kept.clear()
 
     def phase(self, rows: int) -> str:
         return "decode" if rows <= self.sizes.decode_rows else "prefill"

@@ -492,7 +492,7 @@ class _Plan(NamedTuple):
 def _plan(kind: str, rows: int, n: int, k: int) -> _Plan:
     """A fixed function of the arguments and the device; under `backends.invariant()`, slices do not depend on rows."""
     key = f"{n}x{k}"
-    few = min(rows, 16) if backends.is_invariant() else rows
+    few = 16 if backends.is_invariant() else rows
     config = tuning.config(f"linear_{kind}", key, few, default(kind, few, n, k))
     slices, steps = _slices(config, few, n, k)
     if not backends.is_invariant() or kind == "wide":

@@ -379,7 +379,7 @@ def _shares(
     s, pre, out, post, comb = pending
     rows, streams, width = s.shape
     mixes, chunks = (2 + streams) * streams, triton.cdiv(width, BLOCK)
-    config = tuning.config("hyper_read", f"{streams}x{width}", rows, DEFAULTS)
+    config = tuning.config("hyper_read", f"{streams}x{width}", rows, DEFAULTS, decides_bits=True)
     ring = config["ring"] and _is_hopper(s.device) and hyper_hopper.serves(s, out, pre, post, comb)
     each = hyper_hopper.shares_each(rows, chunks, config["ring_programs"]) if ring else 1
     products = torch.empty((rows, chunks * each, mixes), dtype=torch.float32, device=s.device)

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benthic.kernels import backends
+
 Config = dict[str, Any]
 Table = dict[str, dict[str, list[tuple[int, Config]]]]
 
@@ -41,15 +43,22 @@ def table(device: str) -> Table:
     return json.loads(path.read_text(encoding="utf-8")) if device and path.is_file() else {}
 
 
-def config(op: str, key: str, rows: int, default: Mapping[str, Any]) -> Config:
+MOST_ROWS = 1 << 30  # the last bucket of a table
+
+
+def config(op: str, key: str, rows: int, default: Mapping[str, Any], *, decides_bits: bool = False) -> Config:
     """The configuration for `rows` rows: `default` with what the table says laid over it.
 
     op, key  as in the table. Rows beyond its last bucket take that bucket.
     default  the kernel's own choice, for every other device and shape. It lists all knobs there are: an entry of the
              table with one that it lacks was made for an older kernel, and is not used.
+    decides_bits  two of its configurations may give two results: inside `backends.invariant()` it has one, that of the
+             last bucket, for all rows.
     returns  a new dict.
     Cost     a dictionary lookup or two; no device work, no timing.
     """
+    if decides_bits and backends.is_invariant():
+        rows = MOST_ROWS
     trial = _trial.get()
     if trial is not None:
         trial.asked[op, key] = Asked(rows, dict(default))
