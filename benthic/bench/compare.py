@@ -166,9 +166,8 @@ OPS: tuple[tuple[ModuleType, str], ...] = (
     (engram, "engram_gate"),
     (moe_gate, "route"),
     (moe_experts, "experts"),
-    (compress, "pool_groups"),
-    (kv_copy, "close_groups"),
-    (kv_copy, "write_records"),
+    (compress, "compress_store"),
+    (compress, "key_store"),
     (kv_copy, "ring_write"),
     (indexer, "select_records"),
     (attn_sparse, "attend"),
@@ -200,13 +199,18 @@ def _watching(see: Callable[[str, tuple[Any, ...], dict[str, Any]], None]) -> It
         yield
 
 
-def _written(name: str, args: tuple[Any, ...]) -> Tensor | None:
-    """The bytes an op changes in place."""
-    if name == "write_records":
-        return args[0].pool
+def _copied(name: str, args: tuple[Any, ...]) -> Tensor | None:
+    """Where an op puts a copy of what it is given: every place has the same bytes there."""
     if name == "ring_write":
         return args[0].bytes
-    return args[2] if name == "close_groups" else None
+    return args[2] if name == "compress_store" else None
+
+
+def _paged(name: str, args: tuple[Any, ...]) -> tuple[kv_copy.Paged, Tensor] | None:
+    """Where an op stores what it computes, and the records [T]."""
+    if name == "compress_store":
+        return args[8], args[9]
+    return (args[6], args[7]) if name == "key_store" else None
 
 
 def op_lines(checkpoint: Checkpoint, numerics: str, left: Place, right: Place, steps: Sequence[StepPlan]) -> list[Line]:
@@ -221,14 +225,14 @@ def op_lines(checkpoint: Checkpoint, numerics: str, left: Place, right: Place, s
             want = functions[name](*mine, **options)
         with right():
             got = functions[name](*theirs, **moved_options(options, right.device))
-        if (bytes_ := _written(name, mine)) is not None:
-            other = _written(name, theirs)
+        if (bytes_ := _copied(name, mine)) is not None:
+            other = _copied(name, theirs)
             assert other is not None
             live = slice(1, None)  # block and slot 0 hold padding rows, which nobody reads
             # by value of the raw bytes: NaN patterns count too
             differing = (bytes_.view(torch.uint8)[live] != other.cpu().view(torch.uint8)[live].to(left.device)).float()
             worst.setdefault(f"{name}: bytes", []).append((float(differing.mean()), 0.0))
-        for found in _differences(name, args, want, got):
+        for found in (*_stored(name, mine, theirs), *_differences(name, args, want, got)):
             worst.setdefault(found[0], []).append(found[1:])
 
     with left(), _watching(see):
@@ -243,9 +247,23 @@ def moved_options(options: dict[str, Any], device: torch.device) -> dict[str, An
     return {key: moved(value, device) for key, value in options.items()}
 
 
+def _stored(name: str, mine: tuple[Any, ...], theirs: tuple[Any, ...]) -> Iterator[tuple[str, float, float]]:
+    """(line, error, bound) of the records that one call stored, read back: floats by value, packed ones by code."""
+    here, there = _paged(name, mine), _paged(name, theirs)
+    if here is None or there is None:
+        return
+    want, got = (kv_copy.read_records_reference(paged, ids[ids >= 0]).cpu() for paged, ids in (here, there))
+    if here[0].format == "f32":
+        yield f"{name}: records", excess("rotate", got, want.double(), _largest(want)), 4.0
+    else:
+        yield f"{name}: codes", _share(want != got), TIES
+
+
 def _unit(name: str) -> str:
     if name.endswith("bytes"):
         return "share of bytes that differ"
+    if name.endswith("codes"):
+        return "share of values with another code"
     return "share of rows that choose otherwise" if name.endswith("choice") else "of the op's tolerance"
 
 
@@ -269,13 +287,15 @@ def _differences(name: str, args: tuple[Any, ...], want: Any, got: Any) -> Itera
         a, b = (t.float() if t.dtype == torch.bfloat16 else t for t in (want, got))
         equal = (a == b) | ((a != a) & (b != b))
         yield name, _share(~equal), 0.0
-    elif name == "close_groups":
-        yield name, max(_share(a != b) for a, b in zip(want, got, strict=True)), 0.0
+    elif name == "compress_store":
+        ends = (args[9] >= 0).cpu()  # the other rows mean nothing
+        # on each side the pooled row rounds, then the normed one
+        yield name, excess("rotate", got[ends], want[ends].double(), _largest(want[ends])), 4.0
     else:
         pairs = list(zip(want, got, strict=True)) if isinstance(want, tuple) else [(want, got)]
         rule, scale = _rule(name, args)
         for a, b in pairs:
-            size = a.double().abs().amax(dim=-1, keepdim=True).clamp(min=1e-30) if scale is None else scale.cpu()
+            size = _largest(a) if scale is None else scale.cpu()
             yield name, excess(rule, b, a.double(), size), 2.0  # each side may be one tolerance from the exact value
 
 
@@ -290,6 +310,11 @@ def _rule(name: str, args: tuple[Any, ...]) -> tuple[str, Tensor | None]:
     if name == "attend":
         return ("sink_attention_rounded" if args[9] else "sink_attention"), None
     return (name if name in TOLERANCES else "linear"), None
+
+
+def _largest(x: Tensor) -> Tensor:
+    """[..., 1] float64: the largest size in each row."""
+    return x.double().abs().amax(dim=-1, keepdim=True).clamp(min=1e-30)
 
 
 def _share(mask: Tensor) -> float:

@@ -27,7 +27,7 @@ from benthic.bench.report import Measure
 from benthic.bench.timing import Ceilings, Run, Timer, capture, measure_ceilings, release, trace
 from benthic.cache.spec import block_layout, blocks_for
 from benthic.errors import BenchError
-from benthic.kernels import backends, rope, sample
+from benthic.kernels import backends, sample
 from benthic.models import deepseek_v41
 from benthic.models.base import Batch
 from benthic.models.deepseek_v41 import DeepseekV41, MoE
@@ -157,8 +157,8 @@ class Rank:
         attention = layer.attn
         assert attention.compressor is not None
         assert attention.indexer is not None
-        latent, at = attention.compressor(layer.attn_norm(hidden), kv), kv.group_positions()
-        kv.append(rope.rotate(latent, at, attention.freqs), attention.indexer.key(latent, at, attention.freqs))
+        latent = attention.compressor(layer.attn_norm(hidden), kv, attention.freqs)
+        attention.indexer.store_keys(latent, kv, attention.freqs)
 
 
 @contextmanager

@@ -6,9 +6,13 @@ T rows in the step, C chunks, H heads, dh head width, di index width, G groups t
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
+from benthic.cache.spec import Part
+from benthic.kernels import compress, rope
 from benthic.kernels.kv_copy import Rows
+from benthic.models.modules import RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +42,18 @@ class Selection(NamedTuple):
 class LayerMemory(Protocol):
     """One layer's stored state, read and written by this step's rows."""
 
-    def group_positions(self) -> Tensor:
-        """[G] int64, position of the first token of every group that closes in this step (ratio 1: each row)."""
+    def compress(self, a: Tensor, b: Tensor | None, norm: RMSNorm, freqs: Tensor, dtype: torch.dtype) -> Tensor:
+        """One latent for every group that closes in this step; its rotation is stored as compressed KV.
+
+        a, b     [T, dh] f32, values and gate logits; rows of open groups are carried over. Each row is a group of its
+                 own where b is None; a may have any float dtype then.
+        freqs    [dr/2] of the rotation at the group's first token.
+        returns  [G, dh] dtype, pooled and normed, not rotated. Where the memory works on all rows, G is T.
+        """
         ...
 
-    def close_groups(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows [T, dh] f32 in; the rows of groups that close, [G, r, dh] each, out. Open rows are carried over."""
-        ...
-
-    def append(self, latent: Tensor, key: Tensor) -> None:
-        """Store compressed KV [G, dh] and index keys [G, di] of the groups that close; quantises as it stores."""
+    def store_keys(self, k: Tensor, norm: RMSNorm, freqs: Tensor) -> None:
+        """Norm, rotate at the group's first token and store index keys; k [G, di] is made from `compress`'s latents."""
         ...
 
     def select(self, q: Tensor, weights: Tensor, shared: Selection | None) -> Selection:
@@ -61,3 +67,28 @@ class LayerMemory(Protocol):
 
 class Memory(Protocol):
     def layer(self, index: int) -> LayerMemory: ...
+
+
+class ByGroups(Protocol):
+    """`compress` and `store_keys` of a `LayerMemory` step by step, on the G groups that close alone. 2.6, 2.7."""
+
+    def compress(self, a: Tensor, b: Tensor | None, norm: RMSNorm, freqs: Tensor, dtype: torch.dtype) -> Tensor:
+        pooled = a if b is None else compress.pool_groups(*self.close_groups(a, b))
+        latent = norm(pooled.to(dtype))
+        self.store("main", rope.rotate(latent, self.group_positions(), freqs))
+        return latent
+
+    def store_keys(self, k: Tensor, norm: RMSNorm, freqs: Tensor) -> None:
+        self.store("index", rope.rotate(norm(k), self.group_positions(), freqs))
+
+    def close_groups(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows [T, dh] f32 in; the rows of groups that close, [G, r, dh] each, out. Open rows are carried over."""
+        ...
+
+    def group_positions(self) -> Tensor:
+        """[G] int64, position of the first token of every group that closes in this step (ratio 1: each row)."""
+        ...
+
+    def store(self, part: Part, values: Tensor) -> None:
+        """Store compressed KV ("main") [G, dh] or index keys ("index") [G, di]; quantises as it stores."""
+        ...

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from benthic.cache.spec import CacheSpec
 from benthic.cache.storage import Storage
 from benthic.errors import BadConfigKey
-from benthic.kernels import compress, engram, fused, gemm, hyper, moe_experts, moe_gate, quant, rope, swiglu
+from benthic.kernels import engram, fused, gemm, hyper, moe_experts, moe_gate, quant, rope, swiglu
 from benthic.models.base import Batch, LayerMemory, Memory, Selection
 from benthic.models.deepseek_v41_config import (
     LayerPlan,
@@ -166,12 +166,13 @@ class Compressor(nn.Module):
         self.wgate = Linear(config.hidden_size, config.head_dim, "bf16", numerics, wide=True) if pooled else None
         self.norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def forward(self, h: Tensor, kv: LayerMemory) -> Tensor:
-        """h [T, D] -> [G, dh], one normed, unrotated latent for every group that closes in this step."""
-        if self.wgate is None:
-            return self.norm(self.wkv(h))
-        a, b = kv.close_groups(self.wkv(h), self.wgate(h))  # [G, r, dh] f32 each
-        return self.norm(compress.pool_groups(a, b).to(h.dtype))
+    def forward(self, h: Tensor, kv: LayerMemory, freqs: Tensor) -> Tensor:
+        """h [T, D] -> [G, dh], one normed, unrotated latent for every group that closes in this step.
+
+        Rotated at the group's first token it is stored as compressed KV.
+        """
+        gate = None if self.wgate is None else self.wgate(h)
+        return kv.compress(self.wkv(h), gate, self.norm, freqs, h.dtype)
 
     def load(self, source: TensorSource, name: str) -> None:
         self.wkv.load(source, f"{name}.wkv")
@@ -194,9 +195,9 @@ class Indexer(nn.Module):
             self.wk = Linear(config.head_dim, self.width, "bf16", numerics)
             self.k_norm = RMSNorm(self.width, config.rms_norm_eps)
 
-    def key(self, latent: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
-        """latent [G, dh] -> [G, di], rotated at the position of the group's first token."""
-        return rope.rotate(self.k_norm(self.wk(latent)), positions, freqs)
+    def store_keys(self, latent: Tensor, kv: LayerMemory, freqs: Tensor) -> None:
+        """latent [G, dh] -> index keys [G, di], normed, rotated at the group's first token and stored."""
+        kv.store_keys(self.wk(latent), self.k_norm, freqs)
 
     def query(self, h: Tensor, qa8: Tensor, positions: Tensor, freqs: Tensor) -> tuple[Tensor, Tensor]:
         """h [T, D], qa8 [T, Rq] -> queries [T, Hi, di] on the FP4 grid, head weights [T, Hi]."""
@@ -244,9 +245,8 @@ class Attention(nn.Module):
         q, qa8, kw = self.inputs(h, batch.positions)  # [T, H, dh], [T, Rq], [T, dh]
 
         if self.compressor is not None and self.indexer is not None:
-            latent = self.compressor(h, kv)  # [G, dh]
-            at = kv.group_positions()
-            kv.append(rope.rotate(latent, at, self.freqs), self.indexer.key(latent, at, self.freqs))
+            latent = self.compressor(h, kv, self.freqs)  # [G, dh]
+            self.indexer.store_keys(latent, kv, self.freqs)
         if self.indexer is not None:
             shared = kv.select(*self.indexer.query(h, qa8, batch.positions, self.freqs), shared)
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from benthic.cache.spec import Part
 from benthic.cache.storage import Storage
-from benthic.kernels import attn_sparse, indexer, kv_copy
+from benthic.kernels import attn_sparse, compress, indexer, kv_copy
 from benthic.models.base import Batch, Selection
 from benthic.models.deepseek_v41_config import LayerPlan, ModelConfig
+from benthic.models.modules import RMSNorm
 from benthic.types import Numerics
 
 
@@ -65,12 +66,6 @@ class RatioStep:
         return ends if self.ratio == 1 else ends // self.ratio
 
     @cached_property
-    def group_positions(self) -> Tensor:
-        """[T] int64 first token of the group that ends at the row; of no meaning where none does."""
-        positions = self.memory.rows.positions
-        return positions if self.ratio == 1 else (positions + 1 - self.ratio).clamp(min=0)
-
-    @cached_property
     def records(self) -> Tensor:
         """[T] int64 where the group that ends at the row is stored, -1 where none does."""
         rows, tokens = self.memory.rows, self.memory.storage.block_tokens
@@ -86,17 +81,17 @@ class DeviceLayer:
     def __init__(self, memory: DeviceMemory, plan: LayerPlan):
         self.memory, self.plan = memory, plan
 
-    def group_positions(self) -> Tensor:
-        return self.memory.ratio(self.plan.ratio).group_positions
+    def compress(self, a: Tensor, b: Tensor | None, norm: RMSNorm, freqs: Tensor, dtype: torch.dtype) -> Tensor:
+        memory, plan = self.memory, self.plan
+        carry = None if b is None else memory.storage.carry[plan.index]
+        paged, records = memory.paged(plan.index, "main"), memory.ratio(plan.ratio).records
+        where = (memory.rows, plan.ratio)
+        return compress.compress_store(a, b, carry, *where, norm.weight, norm.eps, freqs, paged, records, dtype)
 
-    def close_groups(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        carry = self.memory.storage.carry[self.plan.index]
-        return kv_copy.close_groups(a, b, carry, self.memory.rows, self.plan.ratio)
-
-    def append(self, latent: Tensor, key: Tensor) -> None:
-        records = self.memory.ratio(self.plan.ratio).records
-        kv_copy.write_records(self.memory.paged(self.plan.index, "main"), records, latent)
-        kv_copy.write_records(self.memory.paged(self.plan.index, "index"), records, key)
+    def store_keys(self, k: Tensor, norm: RMSNorm, freqs: Tensor) -> None:
+        memory, plan = self.memory, self.plan
+        paged, records = memory.paged(plan.index, "index"), memory.ratio(plan.ratio).records
+        compress.key_store(k, memory.rows, plan.ratio, norm.weight, norm.eps, freqs, paged, records)
 
     def select(self, q: Tensor, weights: Tensor, shared: Selection | None) -> Selection:
         memory, plan, text = self.memory, self.plan, self.memory.config

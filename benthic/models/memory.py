@@ -12,7 +12,7 @@ from torch import Tensor
 from benthic.cache.spec import BlockPart, Part
 from benthic.cache.storage import Storage
 from benthic.kernels import attn_sparse, indexer, kv_copy
-from benthic.models.base import Batch, Selection
+from benthic.models.base import Batch, ByGroups, Selection
 from benthic.models.deepseek_v41_config import LayerPlan, ModelConfig
 from benthic.types import Numerics
 
@@ -107,7 +107,7 @@ class RatioStep:
         return torch.where(entries < 0, -1, records)
 
 
-class PagedLayer:
+class PagedLayer(ByGroups):
     """One layer's part of the memory. Implements `base.LayerMemory`."""
 
     def __init__(self, memory: PagedMemory, plan: LayerPlan):
@@ -135,10 +135,9 @@ class PagedLayer:
         )
         return groups
 
-    def append(self, latent: Tensor, key: Tensor) -> None:
+    def store(self, part: Part, values: Tensor) -> None:
         records = self.memory.ratio(self.plan.ratio).records
-        kv_copy.write_records(self.memory.paged(self.plan.index, "main"), records, latent)
-        kv_copy.write_records(self.memory.paged(self.plan.index, "index"), records, key)
+        kv_copy.write_records(self.memory.paged(self.plan.index, part), records, values)
 
     def select(self, q: Tensor, weights: Tensor, shared: Selection | None) -> Selection:
         memory, plan, text = self.memory, self.plan, self.memory.config

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
+from benthic.cache.spec import Part
 from benthic.kernels import quant
-from benthic.models.base import LayerMemory, Selection
+from benthic.models.base import ByGroups, Selection
 from benthic.models.deepseek_v41_config import LayerPlan, ModelConfig
 from benthic.train.kernels import TrainingKernels, sink_gate
 from benthic.types import Numerics
@@ -152,7 +153,7 @@ class RowMemory:
         return losses
 
 
-class RowLayer(LayerMemory):
+class RowLayer(ByGroups):
     """One layer's part of the memory. Implements `base.LayerMemory`."""
 
     def __init__(self, memory: RowMemory, plan: LayerPlan):
@@ -167,15 +168,12 @@ class RowLayer(LayerMemory):
         whole = [x.unflatten(0, (rows, -1))[:, :used].reshape(-1, ratio, x.shape[-1]) for x in (a, b)]
         return whole[0], whole[1]
 
-    def append(self, latent: Tensor, key: Tensor) -> None:
-        memory, rows = self.memory, self.shapes.rows
+    def store(self, part: Part, values: Tensor) -> None:
+        memory, kept = self.memory, self.memory.latents if part == "main" else self.memory.keys
         if memory.numerics.quantise:
-            latent = (
-                quant.roundtrip_nvfp4(latent) if self.shapes.text.use_fp4_sparse_kv else quant.roundtrip_fp8(latent)
-            )
-            key = quant.roundtrip_mxfp4(key)
-        memory.latents[self.plan.index] = latent.unflatten(0, (rows, -1))
-        memory.keys[self.plan.index] = key.unflatten(0, (rows, -1))
+            latents = quant.roundtrip_nvfp4 if self.shapes.text.use_fp4_sparse_kv else quant.roundtrip_fp8
+            values = latents(values) if part == "main" else quant.roundtrip_mxfp4(values)
+        kept[self.plan.index] = values.unflatten(0, (self.shapes.rows, -1))
 
     def select(self, q: Tensor, weights: Tensor, shared: Selection | None) -> Selection:
         memory, shapes, plan, text = self.memory, self.shapes, self.plan, self.shapes.text

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from benthic.bench import compare
 from benthic.cli.main import main
 from benthic.errors import BadField, BenchError
-from benthic.kernels import backends, norm
+from benthic.kernels import backends, compress, kv_copy, norm
 from benthic.models.weights import Checkpoint
 from benthic.testing.checkpoints import make_tiny
 
@@ -57,6 +58,23 @@ def test_a_fault_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     failed = [line.name for line in compare.op_lines(checkpoint, "float", left, right, steps) if not line.passed]
     assert failed == ["rms_norm"]
     assert not all(line.passed for line in compare.layer_lines(checkpoint, "float", left, right, steps))
+
+
+@pytest.mark.parametrize("numerics", ["float", "production"])
+def test_a_fault_in_what_is_stored_is_named(folder: Path, numerics: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The right side's index keys are turned by another position than the left side's."""
+    real = compress.key_store_reference
+
+    def faulty(k: Tensor, rows: kv_copy.Rows, ratio: int, *rest: Any) -> None:
+        on_the_right = backends.pick("rms_norm", k) is None
+        real(k, rows, ratio + 5 if on_the_right else ratio, *rest)
+
+    monkeypatch.setattr(compress, "key_store_reference", faulty)
+    left, right = compare.place("cpu"), compare.place("cpu:reference")
+    steps = compare.plans(PROMPTS[:1], 24, 1)
+    found = compare.op_lines(Checkpoint.open(folder), numerics, left, right, steps)
+    failed = [line.name for line in found if not line.passed]
+    assert failed == ["key_store: records" if numerics == "float" else "key_store: codes"]
 
 
 def test_distance_of_logits() -> None:

@@ -174,7 +174,7 @@ def _attention(package: Package, r: Recorder, slow: SlowModel, layer: Layer) -> 
         made = [slow.latent(layer, row) for row in h]
         yield Pair("latent", i, latents, np.array([m for m in made if m is not None]).reshape(latents.shape))
         at = np.arange(len(latents))
-        rotated, key = r.get(i, "append")
+        (rotated,), (key,) = r.get(i, "store main"), r.get(i, "store index")
         want = _rows(lambda a, j: slow.math.cut(rotate(a, j * layer.ratio, layer.freqs)), latents, at)
         yield Pair("rotated latent", i, rotated, want)
         stored = package.stored(i, "main", len(at))

@@ -250,7 +250,7 @@ def recording(package: Package) -> Iterator[Recorder]:
         wrap(patch, moe_gate, "route", lambda a, out: r.add("route", a[0], *out))
         wrap(patch, engram, "ngram_rows", lambda a, out: r.add("ngram_rows", out))
         wrap(patch, engram, "engram_gate", lambda a, out: r.add("engram_gate", a[0], a[1], a[2], out))
-        wrap(patch, PagedLayer, "append", lambda a, out: r.add("append", a[1], a[2]))
+        wrap(patch, PagedLayer, "store", lambda a, out: r.add(f"store {a[1]}", a[2]))
         wrap(patch, PagedLayer, "attend", keep_attend)
 
         def keep_select(a: tuple[Any, ...], out: Any) -> None:

@@ -658,11 +658,11 @@ def one_gate_for_all_channels(patch: Patch, package: Package) -> None:
 def rope_before_key(patch: Patch, package: Package) -> None:
     """The index key is made from the rotated latent."""
 
-    def make(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda latent, at, freqs: real(rope.rotate(latent, at, freqs), at, freqs)
+    def make(real: Callable[..., None]) -> Callable[..., None]:
+        return lambda latent, kv, freqs: real(rope.rotate(latent, kv.group_positions(), freqs), kv, freqs)
 
     for i in (2, 4, 6):
-        around(patch, layers(package)[i].attn.indexer, "key", make)
+        around(patch, layers(package)[i].attn.indexer, "store_keys", make)
 
 
 def no_wo_b_quantiser(patch: Patch, package: Package) -> None:
