@@ -1,6 +1,7 @@
 """`benthic bench`: how fast this machine runs a model (step), what the model's text is worth (eval), what number
 formats cost in accuracy (numerics), how close kernels (kernel) and a rank of a large deployment (rank) come to what the
-hardware allows, and which configurations are fastest (tune).
+hardware allows, which configurations are fastest (tune), and what it costs that bits do not depend on the batch
+(invariance).
 """
 
 import argparse
@@ -95,6 +96,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kernel = benches.add_parser("kernel", help="every kernel against the hardware's bound", allow_abbrev=False)
     kernel.add_argument("--op", metavar="NAME", help="only cases whose op or row has this in its name")
     kernel.set_defaults(run_bench=_kernel)
+    same = benches.add_parser(
+        "invariance", help="what it costs that a row's bits do not depend on the batch", allow_abbrev=False
+    )
+    same.add_argument("--op", metavar="NAME", help="only cases whose op or row has this in its name")
+    same.add_argument(
+        "--rows", type=_numbers, default=(1, 64, 256), metavar="N,N", help="rows of a decode step (default 1,64,256)"
+    )
+    same.set_defaults(run_bench=_invariance)
     rank = benches.add_parser("rank", help="one expert-parallel rank at full depth on one GPU", allow_abbrev=False)
     rank.add_argument("--ranks", type=_count, default=8, help="ranks that share the experts (default 8)")
     rank.add_argument(
@@ -116,7 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tune.add_argument("--op", metavar="NAME", help="only ops with this in their name; the others keep their entries")
     tune.add_argument("--table", type=Path, metavar="FILE", help="table to write (default: the package's own)")
     tune.set_defaults(run_bench=_tune)
-    for bench in (kernel, rank, tune):
+    for bench in (kernel, same, rank, tune):
         bench.add_argument("--device", default="cuda", help="cuda, or cpu for a reduced run (default cuda)")
         bench.add_argument(
             "--budget-seconds",
@@ -221,6 +230,14 @@ def _kernel(args: argparse.Namespace) -> int:
     options = kernel.Options(op=args.op, budget_seconds=args.budget_seconds, device=args.device, seed=args.seed)
     found = kernel.run(options, _say)
     return _show(args, found, "kernel" if args.op is None else f"kernel-{args.op}", kernel.table(found))
+
+
+def _invariance(args: argparse.Namespace) -> int:
+    from benthic.bench import invariance
+
+    options = invariance.Options(args.op, args.rows, args.budget_seconds, args.device, args.seed)
+    found = invariance.run(options, _say)
+    return _show(args, found, "invariance", invariance.table(found))
 
 
 def _rank(args: argparse.Namespace) -> int:
