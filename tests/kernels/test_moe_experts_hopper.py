@@ -242,6 +242,20 @@ def test_both_products_share_their_tiles(carried: bool, rows: int) -> None:
             assert matrix.shape[1] % config["HEIGHT"] == 0
 
 
+@pytest.mark.parametrize("form", ["exact", "carried"])
+def test_every_candidate_fits_a_multiprocessor(form: str) -> None:
+    odd = shapes(form == "carried", hidden=384)[1]  # 384 weight rows are no pieces of 256
+    for name, candidate in moe_experts_hopper.CANDIDATES[form].items():
+        for config in (candidate, moe_experts_hopper._whole(candidate, odd)):
+            warps = config["HEIGHT"] // 16 if config["KIND"] == "ring" else config["num_warps"]
+            row = 128 if form == "carried" else 256
+            stage = config["HEIGHT"] * 68 + config["ROWS"] * row
+            assert config["PROGRAMS"] * config["STAGES"] * stage <= 227 << 10, name
+            assert config["PROGRAMS"] * warps * 32 * config["registers"] <= 65536, name
+            assert not config["HALVES"] or config["ROWS"] == 128, name
+        assert config["HEIGHT"] == 128, name
+
+
 # ---- the products ----------------------------------------------------------------------------------------------------
 
 

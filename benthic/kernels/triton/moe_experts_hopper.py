@@ -8,7 +8,7 @@ neither shared memory nor a shuffle stands between the load and the product. Wei
 instruction, tokens its columns. In Triton's explicit dialect (Gluon):
 
     copies        bring 128 columns of weights, scales and rows at a time into a ring in shared memory, in bulk
-    warpgroups    unpack 64 of the columns while the 64 before are multiplied
+    warpgroups    unpack 64 of the columns while the 64 before, or other warpgroups' columns, are multiplied
     a program     goes from one piece of work (128 or 256 weight rows, one tile of rows, all of K) to the next, and
                   the copies run ahead over that border
 
@@ -278,19 +278,31 @@ def _weights(lines, scales, tables_ptr, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _half(acc, total, weights, x, HALF: gl.constexpr, FORM: gl.constexpr):
-    """Unpacks half a block and begins its product; the one before is done then, the one of two before is waited for."""
+def _part(rings, stage, tables_ptr, PART: gl.constexpr, FORM: gl.constexpr):
+    """Words and scales of 64 rows of a piece, as `_weights` gives them."""
+    lines = rings[0].index(stage).slice(PART * 32, 32)
+    scales = rings[1].index(stage).slice(PART * 64, 64)
+    return _weights(lines, scales, tables_ptr, FORM)
+
+
+@gluon.jit
+def _half(acc, total, weights, x, HALF: gl.constexpr, PENDING: gl.constexpr, FORM: gl.constexpr):
+    """Unpacks half a block and begins its product, the one before being done meanwhile; all but PENDING are waited for.
+
+    None are left where other warpgroups fill the time: registers for one half at a time are then enough.
+    """
     deep: gl.constexpr = 32 if FORM & CARRIED else 16
     layout: gl.constexpr = gl.DotOperandLayout(0, total.type.layout, deep // 8)
     a = gl.convert_layout(_unpack(weights, HALF, FORM), layout, assert_trivial=True)
-    b = x.slice(64 * HALF, 64, 1).permute((1, 0))
+    b = x.slice(0, total.shape[1]).slice(64 * HALF, 64, 1).permute((1, 0))
     if (FORM & CARRIED) and HALF == 0:
         acc = warpgroup_mma_wait(0, deps=(acc,))
         total = warpgroup_mma_wait(0, deps=(total + acc,))  # added before the next product begins
-        return warpgroup_mma(a, b, acc, use_acc=False, is_async=True), total
+        acc = warpgroup_mma(a, b, acc, use_acc=False, is_async=True)
+        return (acc if PENDING else warpgroup_mma_wait(0, deps=(acc,))), total
     else:
         acc = warpgroup_mma(a, b, acc, is_async=True)
-        return warpgroup_mma_wait(1, deps=(acc,)), total
+        return warpgroup_mma_wait(PENDING, deps=(acc,)), total
 
 
 @gluon.jit
@@ -302,41 +314,78 @@ def _consumer(
     sizes,
     limit,
     PART: gl.constexpr,  # which 64 rows of a piece
+    AHEAD: gl.constexpr,
+    HALVES: gl.constexpr,
     FORM: gl.constexpr,
 ):
-    words_ring, scales_ring, x_ring = rings
-    full, empty = bars
-    columns, K_BLOCKS, N = sizes
-    parts: gl.constexpr = scales_ring.shape[1] // 64
-    STAGES: gl.constexpr = x_ring.shape[0]
-    ROWS: gl.constexpr = x_ring.shape[1]
-    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32 if FORM & CARRIED else 16])
+    """Multiplies and finishes piece after piece."""
+    ROWS: gl.constexpr = rings[2].shape[1]
+    parts: gl.constexpr = rings[1].shape[1] // 64
     _wait(FORM)
-    pieces = gl.load(sources[1]) * columns
-    stage = 0
-    phase = 0
-    before = STAGES - 1
+    pieces = gl.load(sources[1]) * sizes[0]
+    at = (0, 0, rings[2].shape[0] - 1)
     for piece in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        acc = gl.full((64, ROWS), 0.0, gl.float32, sums)
-        total = gl.full((64, ROWS), 0.0, gl.float32, sums)
-        for k in range(K_BLOCKS):
+        if HALVES:
+            if gl.load(sources[0] + piece // sizes[0] * 4 + 2) > 64:
+                acc, stage, phase, before = _consume(rings, bars, sources, sizes, at, 128, PART, AHEAD, HALVES, FORM)
+            else:
+                half, stage, phase, before = _consume(rings, bars, sources, sizes, at, 64, PART, AHEAD, HALVES, FORM)
+                acc = _padded(half)
+        else:
+            acc, stage, phase, before = _consume(rings, bars, sources, sizes, at, ROWS, PART, AHEAD, HALVES, FORM)
+        at = (stage, phase, before)
+        _finish(acc, piece // sizes[0], piece % sizes[0] * parts + PART, sources, outs, sizes[2], limit, FORM)
+
+
+@gluon.jit
+def _consume(
+    rings,
+    bars,
+    sources,
+    sizes,
+    at,  # stage, phase, stage before
+    TOKENS: gl.constexpr,  # rows of the tile that are multiplied
+    PART: gl.constexpr,
+    AHEAD: gl.constexpr,
+    HALVES: gl.constexpr,
+    FORM: gl.constexpr,
+):
+    """Sums of a warpgroup's 64 weight rows, and where its ring is then."""
+    _, scales_ring, x_ring = rings
+    full, empty = bars
+    _, K_BLOCKS, _ = sizes
+    parts: gl.constexpr = scales_ring.shape[1] // 64
+    PENDING: gl.constexpr = 0 if parts > 2 or (TOKENS == 128 and (HALVES or (FORM & CARRIED))) else 1
+    STAGES: gl.constexpr = x_ring.shape[0]
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32 if FORM & CARRIED else 16])
+    stage, phase, before = at
+    acc = gl.full((64, TOKENS), 0.0, gl.float32, sums)
+    total = gl.full((64, TOKENS), 0.0, gl.float32, sums)
+    if AHEAD:
+        mbarrier.wait(full.index(stage), phase)
+        weights = _part(rings, stage, sources[2], PART, FORM)
+    for k in range(K_BLOCKS):
+        if not AHEAD:
             mbarrier.wait(full.index(stage), phase)
-            lines = words_ring.index(stage).slice(PART * 32, 32)
-            scales = scales_ring.index(stage).slice(PART * 64, 64)
-            weights = _weights(lines, scales, sources[2], FORM)
-            acc, total = _half(acc, total, weights, x_ring.index(stage), 0, FORM)
-            mbarrier.arrive(empty.index(before), count=1, pred=k > 0)
-            acc, total = _half(acc, total, weights, x_ring.index(stage), 1, FORM)
-            before = stage
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index(before), count=1)
-        if FORM & CARRIED:
-            acc += total
-        _finish(acc, piece // columns, piece % columns * parts + PART, sources, outs, N, limit, FORM)
+            weights = _part(rings, stage, sources[2], PART, FORM)
+        acc, total = _half(acc, total, weights, x_ring.index(stage), 0, PENDING, FORM)
+        mbarrier.arrive(empty.index(before), count=1, pred=k > 0)
+        before = stage
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+        following = weights
+        if AHEAD and k + 1 < K_BLOCKS:
+            mbarrier.wait(full.index(stage), phase)
+            following = _part(rings, stage, sources[2], PART, FORM)
+        acc, total = _half(acc, total, weights, x_ring.index(before), 1, PENDING, FORM)
+        weights = following
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(empty.index(before), count=1)
+    if FORM & CARRIED:
+        acc += total
+    return acc, stage, phase, before
 
 
 @gluon.jit
@@ -358,10 +407,16 @@ def _ring_product(
     HEIGHT: gl.constexpr,  # weight rows of a piece
     ROWS: gl.constexpr,  # rows of a tile
     STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
+    HALVES: gl.constexpr,
     REGISTERS: gl.constexpr,
     FORM: gl.constexpr,
 ):
-    """One warp copies, two warpgroups multiply."""
+    """One warp copies, and a warpgroup for each 64 weight rows of a piece multiplies.
+
+    HALVES  of a tile's 128 rows the last 64, where there are none, are not multiplied.
+    AHEAD   a warpgroup has the words of the block after in its registers before it unpacks the second half of a block.
+    """
     words_ring = gl.allocate_shared_memory(gl.int32, [STAGES, HEIGHT // 2, 32], words_desc.layout)
     scales_ring = gl.allocate_shared_memory(gl.int32, [STAGES, HEIGHT], scales_desc.layout)
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, 128], x_desc.layout)
@@ -369,23 +424,37 @@ def _ring_product(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=HEIGHT // 64)
     rings = (words_ring, scales_ring, x_ring)
     bars = (full, empty)
     descs = (words_desc, scales_desc, x_desc)
     sources = (tiles_ptr, count_ptr, tables_ptr, base_ptr, row_scales_ptr, pair_weights_ptr)
     outs = (out_ptr, out_scales_ptr)
     sizes = (N // HEIGHT, K_BLOCKS, N)
-    gl.static_assert(HEIGHT == 128)
-    gl.warp_specialize(
-        [
-            (_consumer, (rings, bars, sources, outs, sizes, limit, 0, FORM)),
-            (_consumer, (rings, bars, sources, outs, sizes, limit, 1, FORM)),
-            (_producer, (rings, bars, descs, tiles_ptr, count_ptr, sizes, STAGES, FORM)),
-        ],
-        [4, 1],
-        [REGISTERS, REGISTERS],
-    )
+    copies = (rings, bars, descs, tiles_ptr, count_ptr, sizes, STAGES, FORM)
+    if HEIGHT == 128:
+        gl.warp_specialize(
+            [
+                (_consumer, (rings, bars, sources, outs, sizes, limit, 0, AHEAD, HALVES, FORM)),
+                (_consumer, (rings, bars, sources, outs, sizes, limit, 1, AHEAD, HALVES, FORM)),
+                (_producer, copies),
+            ],
+            [4, 1],
+            [REGISTERS, 504 - 2 * REGISTERS],  # 65536 for 384 threads, in eights
+        )
+    else:
+        gl.static_assert(HEIGHT == 256)
+        gl.warp_specialize(
+            [
+                (_consumer, (rings, bars, sources, outs, sizes, limit, 0, AHEAD, HALVES, FORM)),
+                (_consumer, (rings, bars, sources, outs, sizes, limit, 1, AHEAD, HALVES, FORM)),
+                (_consumer, (rings, bars, sources, outs, sizes, limit, 2, AHEAD, HALVES, FORM)),
+                (_consumer, (rings, bars, sources, outs, sizes, limit, 3, AHEAD, HALVES, FORM)),
+                (_producer, copies),
+            ],
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, REGISTERS],
+        )
 
 
 @gluon.jit
@@ -407,6 +476,7 @@ def _solo_product(
     HEIGHT: gl.constexpr,
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
+    HALVES: gl.constexpr,
     FORM: gl.constexpr,
 ):
     """All warps multiply, each having all registers; one of their threads copies. Arguments as `_ring_product`."""
@@ -420,9 +490,6 @@ def _solo_product(
     descs = (words_desc, scales_desc, x_desc)
     sources = (tiles_ptr, count_ptr, tables_ptr, base_ptr, row_scales_ptr, pair_weights_ptr)
     outs = (out_ptr, out_scales_ptr)
-    sums: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [gl.num_warps(), 1], [16, ROWS, 32 if FORM & CARRIED else 16]
-    )
     _wait(FORM)
     columns = N // HEIGHT
     blocks = K_BLOCKS * (HEIGHT // 128)
@@ -441,37 +508,79 @@ def _solo_product(
             ask_k = 0
             ask += step
             ask_block, ask_row = _piece(tiles_ptr, gl.minimum(ask, pieces - 1), columns, blocks)
-    stage = 0
-    phase = 0
-    before = STAGES - 1
+    bounds = (pieces, columns, K_BLOCKS, blocks)
+    at = (ask, ask_k, ask_block, ask_row, 0, 0)
     for piece in range(gl.program_id(0), pieces, step):
-        acc = gl.full((HEIGHT, ROWS), 0.0, gl.float32, sums)
-        total = gl.full((HEIGHT, ROWS), 0.0, gl.float32, sums)
-        for _ in range(K_BLOCKS):
-            mbarrier.wait(full.index(stage), phase)
-            weights = _weights(words_ring.index(stage), scales_ring.index(stage), tables_ptr, FORM)
-            acc, total = _half(acc, total, weights, x_ring.index(stage), 0, FORM)
-            gl.thread_barrier()
-            _fetch_weights(rings, full.index(before), descs, before, ask_block + ask_k, K_BLOCKS, ask < pieces)
-            _fetch_rows(rings, full.index(before), descs, before, ask_row, ask_k, ask < pieces)
-            ask_k += 1
-            if ask_k == K_BLOCKS:
-                ask_k = 0
-                ask += step
-                ask_block, ask_row = _piece(tiles_ptr, gl.minimum(ask, pieces - 1), columns, blocks)
-            acc, total = _half(acc, total, weights, x_ring.index(stage), 1, FORM)
-            before = stage
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        if FORM & CARRIED:
-            acc += total
+        if HALVES:
+            if gl.load(tiles_ptr + piece // columns * 4 + 2) > 64:
+                acc, at = _solo_piece(rings, full, descs, sources, bounds, at, 128, FORM)
+            else:
+                half, at = _solo_piece(rings, full, descs, sources, bounds, at, 64, FORM)
+                acc = _padded(half)
+        else:
+            acc, at = _solo_piece(rings, full, descs, sources, bounds, at, ROWS, FORM)
         _finish(acc, piece // columns, piece % columns, sources, outs, N, limit, FORM)
 
 
+@gluon.jit
+def _solo_piece(
+    rings,
+    full,
+    descs,
+    sources,
+    bounds,
+    at,  # what is asked for next; stage, phase
+    TOKENS: gl.constexpr,  # rows of the tile that are multiplied
+    FORM: gl.constexpr,
+):
+    """Sums of a piece, and what is next."""
+    words_ring, scales_ring, x_ring = rings
+    pieces, columns, K_BLOCKS, blocks = bounds
+    ask, ask_k, ask_block, ask_row, stage, phase = at
+    HEIGHT: gl.constexpr = scales_ring.shape[1]
+    STAGES: gl.constexpr = x_ring.shape[0]
+    sums: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [gl.num_warps(), 1], [16, TOKENS, 32 if FORM & CARRIED else 16]
+    )
+    tiles_ptr, tables_ptr = sources[0], sources[2]
+    acc = gl.full((HEIGHT, TOKENS), 0.0, gl.float32, sums)
+    total = gl.full((HEIGHT, TOKENS), 0.0, gl.float32, sums)
+    for _ in range(K_BLOCKS):
+        mbarrier.wait(full.index(stage), phase)
+        weights = _weights(words_ring.index(stage), scales_ring.index(stage), tables_ptr, FORM)
+        acc, total = _half(acc, total, weights, x_ring.index(stage), 0, 1, FORM)
+        before = gl.where(stage == 0, STAGES - 1, stage - 1)
+        gl.thread_barrier()
+        _fetch_weights(rings, full.index(before), descs, before, ask_block + ask_k, K_BLOCKS, ask < pieces)
+        _fetch_rows(rings, full.index(before), descs, before, ask_row, ask_k, ask < pieces)
+        ask_k += 1
+        if ask_k == K_BLOCKS:
+            ask_k = 0
+            ask += gl.num_programs(0)
+            ask_block, ask_row = _piece(tiles_ptr, gl.minimum(ask, pieces - 1), columns, blocks)
+        acc, total = _half(acc, total, weights, x_ring.index(stage), 1, 1, FORM)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    if FORM & CARRIED:
+        acc += total
+    return acc, (ask, ask_k, ask_block, ask_row, stage, phase)
+
+
 # ---- what is done with sums ------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _padded(acc):
+    """Sums of 64 rows of a tile -> of 128."""
+    height: gl.constexpr = acc.shape[0]
+    like: gl.constexpr = acc.type.layout
+    shape: gl.constexpr = [like.instr_shape[0], 128, like.instr_shape[2]]
+    layout: gl.constexpr = gl.NVMMADistributedLayout(like.version, like.warps_per_cta, shape)
+    both = gl.permute(gl.join(acc, gl.zeros_like(acc)), (0, 2, 1))
+    return gl.convert_layout(gl.reshape(both, (height, 128)), layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -554,20 +663,24 @@ def _store(y, row, count, out_ptr, part, width):
 _MULTIPROCESSORS = 132  # where nobody can ask
 
 
-def _ring(rows: int, stages: int) -> tuning.Config:
-    """One program a multiprocessor: two warpgroups multiply 64 weight rows each, one warp copies."""
+def _ring(
+    rows: int, stages: int, height: int = 128, registers: int = 168, ahead: bool = False, halves: bool = False
+) -> tuning.Config:
+    """One program a multiprocessor: warpgroups multiply 64 weight rows each, one warp copies."""
     return {
         "KIND": "ring",
         "ROWS": rows,
-        "HEIGHT": 128,
+        "HEIGHT": height,
         "STAGES": stages,
         "PROGRAMS": 1,
+        "AHEAD": ahead,
+        "HALVES": halves,
         "num_warps": 4,
-        "registers": 168,
+        "registers": registers,
     }
 
 
-def _solo(rows: int, height: int, stages: int, programs: int, warps: int = 8) -> tuning.Config:
+def _solo(rows: int, height: int, stages: int, programs: int, warps: int = 8, halves: bool = False) -> tuning.Config:
     """`programs` programs a multiprocessor: all warps multiply, one thread copies."""
     registers = min(255, 65536 // (programs * warps * 32) // 8 * 8)
     return {
@@ -576,6 +689,8 @@ def _solo(rows: int, height: int, stages: int, programs: int, warps: int = 8) ->
         "HEIGHT": height,
         "STAGES": stages,
         "PROGRAMS": programs,
+        "AHEAD": False,
+        "HALVES": halves,
         "num_warps": warps,
         "registers": registers,
     }
@@ -587,6 +702,12 @@ CANDIDATES: dict[str, dict[str, tuning.Config]] = {  # form of the weights -> na
         "ring32": _ring(32, 12),
         "ring64": _ring(64, 8),
         "ring128": _ring(128, 4),
+        "halves128": _ring(128, 4, halves=True),
+        "ahead16": _ring(16, 16, ahead=True),
+        "ahead32": _ring(32, 12, ahead=True),
+        "ahead64": _ring(64, 8, ahead=True),
+        "four16": _ring(16, 10, 256, 96),
+        "four32": _ring(32, 8, 256, 96),
         "pair16": _solo(16, 128, 7, 2),
         "pair32": _solo(32, 128, 6, 2),
         "pair64": _solo(64, 128, 4, 2),
@@ -594,11 +715,18 @@ CANDIDATES: dict[str, dict[str, tuning.Config]] = {  # form of the weights -> na
         "wide32": _solo(32, 256, 7, 1, warps=16),
         "wide64": _solo(64, 256, 6, 1),
         "wide128": _solo(128, 256, 4, 1),
+        "wide128h": _solo(128, 256, 4, 1, halves=True),
     },
     "carried": {
         "ring16": _ring(16, 16),
         "ring32": _ring(32, 14),
         "ring64": _ring(64, 12),
+        "ring128": _ring(128, 8, registers=208),
+        "ahead16": _ring(16, 20, ahead=True),
+        "ahead32": _ring(32, 16, ahead=True),
+        "ahead64": _ring(64, 12, ahead=True),
+        "four16": _ring(16, 11, 256, 96),
+        "four32": _ring(32, 10, 256, 96),
         "pair16": _solo(16, 128, 8, 2),
         "pair32": _solo(32, 128, 7, 2),
         "pair64": _solo(64, 128, 6, 2),
@@ -635,7 +763,10 @@ def _config(matrix: Packed, rows: int) -> tuning.Config:
 
 def _whole(config: tuning.Config, matrix: Packed) -> tuning.Config:
     """Pieces that the weight rows divide into."""
-    return config if matrix.shape[1] % config["HEIGHT"] == 0 else config | {"HEIGHT": BLOCK}
+    if matrix.shape[1] % config["HEIGHT"] == 0:
+        return config
+    ring = {"registers": 168} if config["KIND"] == "ring" else {}  # of the fewer warpgroups
+    return config | {"HEIGHT": BLOCK} | ring
 
 
 class First(NamedTuple):
@@ -698,12 +829,15 @@ def product(
         form |= FIRST.value | (LIMITED.value if first.limit > 0 else 0) | (ROUND.value if first.round_hidden else 0)
     form |= EARLY.value if options.pop("PDL") else 0
     common = {"HEIGHT": height, "ROWS": rows, "STAGES": config["STAGES"], "FORM": form, **options}
-    common |= {"num_warps": config["num_warps"], "maxnreg": config["registers"]}
+    common["HALVES"] = config["HALVES"]
+    common["num_warps"] = config["num_warps"]
     grid = (config["PROGRAMS"] * _multiprocessors(x.device),)
     if config["KIND"] == "ring":
-        _ring_product[grid](*arguments, REGISTERS=config["registers"], **common)
+        threads = 32 * (height // 16 + 4)
+        common |= {"AHEAD": config["AHEAD"], "REGISTERS": config["registers"], "maxnreg": 65536 // threads // 8 * 8}
+        _ring_product[grid](*arguments, **common)
     else:
-        _solo_product[grid](*arguments, **common)
+        _solo_product[grid](*arguments, maxnreg=config["registers"], **common)
     return out, scales
 
 
