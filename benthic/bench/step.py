@@ -1,8 +1,10 @@
-"""Speed and memory of the engine on one machine: start-up, prefill, decode, peak memory, time by operation.
+"""Speed and memory of the engine on one machine: start-up, prefill, decode, peak memory, time by operation; on a GPU
+where a decode step's time goes, between host and device.
 
 Everything runs through `engine.llm.LLM`, as a user's request would; tokens are random but seeded, since speed does not
 depend on what they say. Beside each number stands an estimate made first, from the bytes and operations the model needs
-and three rates of this machine: memory reading, matrix products, and the cost of one kernel call.
+and three rates of this machine: memory reading, matrix products, and the cost of one kernel call. On a GPU that is done
+for decode steps, which are CUDA graphs; a prompt's kernels are launched one by one, at the host's pace.
 """
 
 import importlib
@@ -13,9 +15,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -25,25 +27,36 @@ import torch
 
 from benthic.bench import report
 from benthic.bench.report import Measure
+from benthic.bench.timing import Ceilings, Timer, Trace, measure_ceilings, release, seen, watch
+from benthic.cache.storage import block_layout
 from benthic.config import Config
+from benthic.engine.batch import Draws
 from benthic.engine.llm import LLM
+from benthic.engine.loop import StepTimes
+from benthic.engine.sampler import Sampler
 from benthic.errors import BenchError
 from benthic.kernels import gemm, norm
-from benthic.models.deepseek_v41_config import ModelConfig, TextConfig
+from benthic.models.deepseek_v41_config import ModelConfig, TextConfig, cache_spec
 from benthic.models.registry import model_dir
 from benthic.text.tokenizer import FILE_NAME
 from benthic.types import NUMERICS, SamplingParams
 
-TARGETS = {  # on two cores, with the packaged model
+CPU_TARGETS = {  # on two cores, with the packaged model
     "first token": 5.0,
     "prefill": 4000.0,
     "decode 1": 100.0,
     "decode 32": 1000.0,
     "peak memory": 1.2,
-    "peer decode": 2.0,
-    "peer prefill": 10.0,
+}
+PEER_TARGETS = {  # times the peer's speed, on a CPU
+    "decode": 2.0,
+    "prefill": 10.0,
 }
 FIRST_WORDS = "Once upon a time"
+BATCHES = {"cpu": (1, 8, 32), "cuda": (1, 8, 32, 64, 256)}
+WATCHED_STEPS = 16  # of a trace, at most
+LAUNCHES = 26  # kernels of a layer's two sublayers on a GPU, and of what some layers have beside them
+COMPRESSOR_LAUNCHES, INDEXER_LAUNCHES, ENGRAM_LAUNCHES, END_LAUNCHES = 6, 8, 8, 24
 
 OPS = {  # kernels whose time is told apart
     "fused": ("hyper_read", "attention_inputs", "attention_output", "moe"),
@@ -66,7 +79,7 @@ OPS = {  # kernels whose time is told apart
 @dataclass(frozen=True, slots=True)
 class Options:
     prompts: tuple[int, ...] = (512, 4096)
-    batches: tuple[int, ...] = (1, 8, 32)
+    batches: tuple[int, ...] | None = None  # None: those of `BATCHES` for the device
     tokens: int = 64  # new tokens a request in the decode runs
     repeats: int = 3  # medians are reported
     start_ups: int = 3  # fresh processes; 0: leave out
@@ -170,6 +183,19 @@ def seconds(work: Work, rates: Rates) -> float:
     )
 
 
+def gpu_step_seconds(config: ModelConfig, numerics: str, rows: int, context: float, ceilings: Ceilings) -> float:
+    """A decode step as a CUDA graph: its kernels one after another, and its bytes or operations."""
+    t = config.text
+    dense, experts, expert = _weights(t)
+    touched = experts * (1 - (1 - t.num_experts_per_tok / experts) ** rows) if experts else 0
+    weight, fp4 = (4, 4) if NUMERICS[numerics].wide else (1, 17 / 32)
+    read = weight * dense + fp4 * t.num_hidden_layers * touched * expert + 2 * t.vocab_size * t.hidden_size
+    flops = 2 * estimate_work(config, numerics, rows, [context], rows).multiply_adds
+    launches = LAUNCHES * t.num_hidden_layers + COMPRESSOR_LAUNCHES * len(t.kv_source_layer_ids) + END_LAUNCHES
+    launches += INDEXER_LAUNCHES * len(t.index_source_layer_ids) + ENGRAM_LAUNCHES * len(t.engram_layer_ids)
+    return launches * ceilings.launch_seconds + ceilings.floor(read, flops)
+
+
 # ---- the runs ----------------------------------------------------------------------------------------------------
 
 
@@ -194,25 +220,87 @@ def prefill_rate(llm: LLM, prompts: Prompts, length: int, repeats: int) -> list[
     return found[1:]
 
 
-def decode_rate(llm: LLM, prompts: Prompts, batch: int, prompt: int, tokens: int) -> tuple[float, list[float]]:
-    """(tokens a second of all requests together, seconds of each step), while all `batch` requests run."""
+def running_together(llm: LLM, prompts: Prompts, batch: int, prompt: int, tokens: int) -> Generator[int, None, None]:
+    """Tokens as they come while all `batch` requests run: 0 once the last has begun, counts up to the first end."""
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     begun: set[int] = set()
-    started: float | None = None
-    emitted, ended = 0, 0.0
     llm.loop.times.clear()
     for piece in llm.generate([prompts.draw(prompt) for _ in range(batch)], params, stream=True):
-        ended = perf_counter()
-        if started is not None:
-            emitted += len(piece.token_ids)
+        if len(begun) == batch:
+            yield len(piece.token_ids)
         elif piece.token_ids:
             begun.add(piece.prompt)
-            started = ended if len(begun) == batch else None
+            if len(begun) == batch:
+                yield 0
         if piece.completion is not None:
             break  # from here on fewer run
-    assert started is not None, f"{batch} requests never ran together"
-    steps = [times.plan + times.run + times.commit for times in llm.loop.times if times.tokens == batch]
-    return emitted / max(ended - started, 1e-9), steps
+    if len(begun) < batch:
+        raise BenchError(
+            f"decode at batch {batch}", f"they never ran together for want of time; give more than {tokens} tokens"
+        )
+
+
+def decode_rate(llm: LLM, prompts: Prompts, batch: int, prompt: int, tokens: int) -> tuple[float, list[StepTimes]]:
+    """(tokens a second of all requests together, times of each step), while all `batch` requests run."""
+    counts = running_together(llm, prompts, batch, prompt, tokens)
+    emitted = next(counts)
+    started = ended = perf_counter()
+    for count in counts:
+        ended = perf_counter()
+        emitted += count
+    return emitted / max(ended - started, 1e-9), [times for times in llm.loop.times if times.tokens == batch]
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """Decode steps on a GPU, as a profiler saw them."""
+
+    trace: Trace  # of a step
+    steps: int
+    seconds: float  # of a step, by the clock, while watched
+
+    @property
+    def idle(self) -> float:
+        """Share of the time in which the GPU did nothing."""
+        return max(1 - self.trace.busy / self.seconds, 0.0)
+
+    def shares(self, most: int = 20) -> dict[str, dict[str, float]]:
+        """Share of the time of the longest kernels, as `op_shares`."""
+        kernels = sorted(self.trace.kernels.items(), key=lambda item: -item[1][1])[:most]
+        found: dict[str, dict[str, float]] = {
+            name[:60]: {"share": took / self.seconds, "calls": round(calls), "us_per_call": 1e6 * took / calls}
+            for name, (calls, took) in kernels
+        }
+        return found | {"other": {"share": 1 - sum(kernel["share"] for kernel in found.values())}}
+
+
+def watch_decode(llm: LLM, prompts: Prompts, batch: int, prompt: int, tokens: int) -> Watched:
+    """Some decode steps while all `batch` requests run."""
+    counts = running_together(llm, prompts, batch, prompt, tokens)
+    next(counts)
+    before = len(llm.loop.times)
+    profiler = watch()
+    started = perf_counter()
+    for _ in counts:
+        if len(llm.loop.times) - before >= WATCHED_STEPS:
+            break
+    took, steps = perf_counter() - started, len(llm.loop.times) - before
+    trace = seen(profiler, max(steps, 1))
+    counts.close()
+    if not steps:
+        raise BenchError(f"decode at batch {batch}", f"no step was left to watch; give more than {tokens} tokens")
+    return Watched(trace, steps, took / steps)
+
+
+def sampler_seconds(llm: LLM, batch: int, timer: Timer) -> float:
+    """Drawing `batch` greedy tokens, from a CUDA graph: what follows the logits in every step."""
+    vocab, device = llm.model.vocab_size, timer.device
+    logits = torch.randn(batch, vocab, generator=torch.Generator(device).manual_seed(0), device=device)
+    whole = torch.arange(batch, device=device)
+    zeros, ones = torch.zeros(batch, dtype=torch.float64, device=device), torch.ones(batch, device=device).double()
+    draws = Draws(whole, whole, whole, zeros, torch.zeros_like(whole), ones, zeros)
+    sampler = Sampler(vocab, device)
+    return timer.time(lambda: sampler.draw_rows(logits, draws)).warm
 
 
 def first_token(config: Config, model: Path) -> float:
@@ -221,6 +309,8 @@ def first_token(config: Config, model: Path) -> float:
         words = ["generate", "--prompt", FIRST_WORDS, "--max-tokens", "1", "--temperature", "0"]
         words += ["--model", str(model), "--numerics", config.numerics, "--device", config.device]
         words += ["--cpu.threads", str(config.cpu.threads), "--cpu.native", config.cpu.native]
+        words += ["--gpu.graphs", str(config.gpu.graphs).lower(), "--gpu.engram-tables", config.gpu.engram_tables]
+        words += ["--gpu.deterministic", str(config.gpu.deterministic).lower()]
         command = [sys.executable, "-m", "benthic.cli.main", *words]
     else:  # a checkpoint without text: token ids instead
         code = (
@@ -345,72 +435,89 @@ def run(config: Config, options: Options, say: Callable[[str], None] = lambda _:
     model = model_dir(config.model)
     text = ModelConfig.from_json(model)
     head = report.header("step", options.seed, {"model": config.model, "numerics": config.numerics})
+    gpu = _gpu(config)
+    batches = BATCHES["cpu" if gpu is None else "cuda"] if options.batches is None else options.batches
+    targets: dict[str, float] = CPU_TARGETS if gpu is None else {}
     measures: list[Measure] = []
     ops: dict[str, Any] = {}
 
     if options.start_ups:
         say("start-up")
+        if gpu is not None:
+            first_token(config, model)  # compiles kernels
         took = [first_token(config, model) for _ in range(options.start_ups)]
         measures.append(
             Measure(
                 name="start to first token",
                 value=median(took),
                 unit="s",
-                target=TARGETS["first token"],
+                target=targets.get("first token"),
                 better="less",
                 samples=took,
-                note="a fresh process; the C kernels were compiled before",
+                note="a fresh process; "
+                + ("the C kernels were" if gpu is None else "graphs are captured, kernels were")
+                + " compiled before",
             )
         )
-    with LLM(config=config) as llm:
+    ceilings = None if gpu is None else _ceilings(gpu)
+    with LLM(config=_with_room(config, text, max(batches, default=1))) as llm:
         threads = torch.get_num_threads()
-        rates = measure_rates(threads)
+        rates = measure_rates(threads) if gpu is None else None
+        timer = None if gpu is None else Timer(gpu)
         prompts = Prompts(text.text.vocab_size, options.seed)
         longest = llm.model.max_positions - 1
         lengths = list(dict.fromkeys(min(length, longest) for length in options.prompts))
+        budget = config.scheduler.token_budget
         for length in lengths:
             say(f"prefill {length}")
-            budget = config.scheduler.token_budget
-            chunks = [(at, min(at + budget, length)) for at in range(0, length, budget)]
-            expected = sum(
-                seconds(estimate_work(text, config.numerics, to - at, [(at + to) / 2], 0), rates) for at, to in chunks
-            )
             samples = prefill_rate(llm, prompts, length, options.repeats)
+            expected = (
+                None if rates is None else length / _prefill_seconds(text, config.numerics, length, budget, rates)
+            )
             measures.append(
                 Measure(
                     name=f"prefill, {length} tokens",
                     value=median(samples),
                     unit="tokens/s",
-                    estimate=length / expected,
-                    target=TARGETS["prefill"],
+                    estimate=expected,
+                    target=targets.get("prefill"),
                     better="more",
                     samples=samples,
                 )
             )
-        for batch in options.batches:
+        for batch in batches:
             say(f"decode at batch {batch}")
             context = min(64, longest - options.tokens)
-            work = estimate_work(text, config.numerics, batch, [context + options.tokens / 2], batch)
-            decode_rate(llm, prompts, batch, context, min(8, options.tokens))
+            until_all_run = 2 * -(-batch * context // budget)  # steps
+            reached = context + options.tokens / 2
+            if ceilings is not None:
+                expected = gpu_step_seconds(text, config.numerics, batch, reached, ceilings)
+            else:
+                assert rates is not None
+                expected = seconds(estimate_work(text, config.numerics, batch, [reached], batch), rates)
+            decode_rate(llm, prompts, batch, context, min(8 + until_all_run, options.tokens))
             runs = [decode_rate(llm, prompts, batch, context, options.tokens) for _ in range(options.repeats)]
-            samples, steps = [rate for rate, _ in runs], sorted(1e3 * step for _, times in runs for step in times)
+            samples, times = [rate for rate, _ in runs], [step for _, steps in runs for step in steps]
+            steps = sorted(1e3 * (step.plan + step.run + step.commit) for step in times)
             measures.append(
                 Measure(
                     name=f"decode, batch {batch}",
                     value=median(samples),
                     unit="tokens/s",
-                    estimate=batch / seconds(work, rates),
-                    target=TARGETS.get(f"decode {batch}"),
+                    estimate=batch / expected,
+                    target=targets.get(f"decode {batch}"),
                     better="more",
                     samples=samples,
                     note=f"step p50 {steps[len(steps) // 2]:.2f} ms, p90 {steps[9 * len(steps) // 10]:.2f} ms",
                 )
             )
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
-        measures.append(
-            Measure(name="peak memory", value=peak, unit="GiB", target=TARGETS["peak memory"], better="less")
-        )
-        if options.ops:
+            if timer is not None:
+                watched = watch_decode(llm, prompts, batch, context, options.tokens)
+                measures += _on_gpu(batch, watched, batch / median(samples), times, sampler_seconds(llm, batch, timer))
+                if options.ops:
+                    ops[f"decode, batch {batch}"] = watched.shares()
+        measures += _memory(gpu, targets)
+        if options.ops and gpu is None:
             say("time by operation")
             one = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
             many = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
@@ -418,23 +525,82 @@ def run(config: Config, options: Options, say: Callable[[str], None] = lambda _:
             ops[f"prefill, {length} tokens"] = op_shares(
                 lambda: llm.generate(prompts.draw(length), one, progress=False)
             )
-            for batch in (options.batches[0], options.batches[-1]) if options.batches else ():
+            for batch in (batches[0], batches[-1]) if batches else ():
                 todo = [prompts.draw(8) for _ in range(batch)]
                 ops[f"decode, batch {batch}"] = op_shares(lambda todo=todo: llm.generate(todo, many, progress=False))
         if options.peer:
             say(f"peer {options.peer}")
             measures += _against_peer(llm, model, options)
-    return head | {
-        "versions": report.versions(),
-        "threads": threads,
-        "rates": {
+    found = head | {"versions": report.versions(), "threads": threads}
+    if rates is not None:
+        found["rates"] = {
             "read_bytes_per_second": rates.read_bytes,
             "multiply_adds_per_second": rates.multiply_adds,
             "kernel_call_seconds": rates.call_seconds,
-        },
-        "measures": measures,
-        "ops": ops,
-    }
+        }
+    if ceilings is not None:
+        found["ceilings"] = ceilings.json()
+    return found | {"measures": measures, "ops": ops}
+
+
+def _gpu(config: Config) -> torch.device | None:
+    """The GPU that the engine will run on."""
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name) if name.startswith("cuda") and torch.cuda.is_available() else None
+
+
+def _ceilings(gpu: torch.device) -> Ceilings:
+    """Measured before there is an engine; what that took is not counted as its memory."""
+    found = measure_ceilings(Timer(gpu))
+    release(gpu)
+    torch.cuda.reset_peak_memory_stats(gpu)
+    return found
+
+
+def _with_room(config: Config, text: ModelConfig, batch: int) -> Config:
+    """The configuration, with room for `batch` requests of two blocks at least."""
+    running = max(config.scheduler.max_running, batch)
+    budget = max(config.scheduler.token_budget, running)
+    room = 2 * batch * block_layout(cache_spec(text, drafter=False).append).block_bytes
+    cache = config.cache if config.cache.blocks else replace(config.cache, bytes=max(config.cache.bytes, room))
+    return replace(config, scheduler=replace(config.scheduler, max_running=running, token_budget=budget), cache=cache)
+
+
+def _prefill_seconds(text: ModelConfig, numerics: str, length: int, budget: int, rates: Rates) -> float:
+    chunks = [(at, min(at + budget, length)) for at in range(0, length, budget)]
+    return sum(seconds(estimate_work(text, numerics, to - at, [(at + to) / 2], 0), rates) for at, to in chunks)
+
+
+def _on_gpu(batch: int, watched: Watched, period: float, times: list[StepTimes], sampler: float) -> list[Measure]:
+    """Where a decode step's time goes: idle share of the GPU, the sampler on it, and the host's three parts.
+
+    period  seconds of a step that nobody watched.
+    """
+    unwatched = max(1 - watched.trace.busy / period, 0.0)
+    note = f"of {watched.steps} steps, from a trace; against steps that nobody watched {100 * unwatched:.1f} %"
+    found = [
+        Measure(name=f"idle share, batch {batch}", value=100 * watched.idle, unit="%", better="less", note=note),
+        Measure(
+            name=f"sampler, batch {batch}", value=1e6 * sampler, unit="us", better="less", note="greedy; in a graph"
+        ),
+    ]
+    for part in ("plan", "run", "commit"):
+        took = 1e6 * median(getattr(step, part) for step in times)
+        note = "of the host, the GPU's work included" if part == "run" else "of the host"
+        found.append(Measure(name=f"{part}, batch {batch}", value=took, unit="us", better="less", note=note))
+    return found
+
+
+def _memory(gpu: torch.device | None, targets: dict[str, float]) -> list[Measure]:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
+    found = [Measure(name="peak memory", value=peak, unit="GiB", target=targets.get("peak memory"), better="less")]
+    if gpu is not None:
+        reserved = torch.cuda.max_memory_reserved(gpu) / (1 << 30)
+        note = "allocator's reserve: weights, cache, graphs, scratch, and 0.25 GiB of this bench's own"
+        found.append(Measure(name="peak device memory", value=reserved, unit="GiB", better="less", note=note))
+    return found
 
 
 def _against_peer(llm: LLM, model: Path, options: Options) -> list[Measure]:
@@ -458,7 +624,7 @@ def _against_peer(llm: LLM, model: Path, options: Options) -> list[Measure]:
             name=f"prefill against {name}",
             value=prefill / theirs["prefill"],
             unit="times",
-            target=TARGETS["peer prefill"],
+            target=PEER_TARGETS["prefill"],
             better="more",
         ),
         Measure(name="decode, 1 thread", value=decode, unit="tokens/s"),
@@ -467,7 +633,7 @@ def _against_peer(llm: LLM, model: Path, options: Options) -> list[Measure]:
             name=f"decode against {name}",
             value=decode / theirs["decode"],
             unit="times",
-            target=TARGETS["peer decode"],
+            target=PEER_TARGETS["decode"],
             better="more",
         ),
     ]

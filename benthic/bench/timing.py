@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -232,12 +233,25 @@ class Trace:
 def trace(run: Run, times: int) -> Trace:
     """The mean of `times` runs on the GPU, back to back. Gaps between kernels are the profiler's own as well, so that
     idle time is told by `busy` against the time of a run that nobody watches."""
+    profiler = watch()
+    for _ in range(times):
+        run()
+    return seen(profiler, times)
+
+
+def watch() -> Any:
+    """From now on the GPU's work is recorded, until `seen`."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(times):
-            run()
-        torch.cuda.synchronize()
+    profiler = profile(activities=[ProfilerActivity.CUDA])
+    profiler.start()
+    return profiler
+
+
+def seen(profiler: Any, times: int) -> Trace:
+    """What was recorded since `watch`, in which the same work was done `times` times."""
+    torch.cuda.synchronize()
+    profiler.stop()
     spans: list[tuple[float, float]] = []
     kernels: dict[str, tuple[float, float]] = {}
     for event in profiler.events() or []:

@@ -51,7 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompts", type=_numbers, default=(512, 4096), metavar="N,N", help="prompt lengths, tokens (default 512,4096)"
     )
     step.add_argument(
-        "--batches", type=_numbers, default=(1, 8, 32), metavar="N,N", help="requests that decode (default 1,8,32)"
+        "--batches",
+        type=_numbers,
+        metavar="N,N",
+        help="requests that decode (default 1,8,32; on a GPU 1,8,32,64,256)",
     )
     step.add_argument("--tokens", type=_count, default=64, help="new tokens a request (default 64)")
     step.add_argument("--repeats", type=_count, default=3, help="runs of each kind, the median counts (default 3)")
@@ -325,6 +328,7 @@ def _step_text(found: dict[str, Any]) -> str:
     lines = [
         f"{machine['cpu']}, {machine['cores']} cores, {found['threads']} threads, torch {found['versions']['torch']}, "
         f"native kernels {found['versions']['native']}",
+        *([f"on {machine['gpu']}"] if "ceilings" in found else []),
         f"load before {found['load_before']:.1f}; other work on the machine spoils the numbers",
         "",
         report.table(found["measures"]),
@@ -332,6 +336,6 @@ def _step_text(found: dict[str, Any]) -> str:
     for name, shares in found["ops"].items():
         lines += ["", f"time by operation: {name}"]
         for op, spent in shares.items():
-            calls = f"{spent['calls']:>7} calls {spent['us_per_call']:>9.1f} us" if "calls" in spent else ""
+            calls = f"{spent['calls']:>7.0f} calls {spent['us_per_call']:>9.1f} us" if "calls" in spent else ""
             lines.append(f"  {op:<18}{100 * spent['share']:>6.1f} %{calls}")
     return "\n".join(lines)

@@ -1,6 +1,7 @@
 """The step bench: what it counts, what it reports, and that it measures the real engine."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,12 @@ import torch
 
 from benthic.bench import report, step
 from benthic.bench.report import Measure
-from benthic.bench.step import Options, Prompts, Rates, Spent, estimate_work, seconds, timed_ops
+from benthic.bench.step import Options, Prompts, Rates, Spent, Watched, estimate_work, seconds, timed_ops
+from benthic.bench.timing import Ceilings, Trace
 from benthic.cli.main import main
 from benthic.config import load
+from benthic.engine.llm import LLM
+from benthic.engine.loop import StepTimes
 from benthic.errors import BenchError
 from benthic.kernels import hyper, moe_experts, norm
 from benthic.models.deepseek_v41_config import ModelConfig, tensors
@@ -82,6 +86,88 @@ def test_bad_arguments(words: list[str], capsys: pytest.CaptureFixture[str]) -> 
 def test_peer_that_is_not_there(folder: Path) -> None:
     with pytest.raises(BenchError, match=r"pip install --no-deps ftllm==1\.9\.0"):
         step.run_peer("ftllm", "/nowhere/python", folder, 8, 2, 1, 0)
+
+
+def test_requests_that_never_run_together(folder: Path) -> None:
+    """Prompts are computed 8 tokens a step, so the first of three ends before the last begins."""
+    with (
+        LLM(str(folder), scheduler__token_budget=8, scheduler__max_running=3, cpu__threads=1) as llm,
+        pytest.raises(BenchError, match="never ran together"),
+    ):
+        step.decode_rate(llm, Prompts(4096, 0), 3, 20, 2)
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+def test_decode_steps_are_watched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trace begins when all requests run, holds whole steps, and is told how many."""
+    asked: list[tuple[str, int]] = []
+    with LLM(str(folder), cpu__threads=1) as llm:
+        monkeypatch.setattr(step, "watch", lambda: len(llm.loop.times))
+        monkeypatch.setattr(step, "WATCHED_STEPS", 4)
+
+        def seen(before: int, times: int) -> Trace:
+            after = list(llm.loop.times)[before:]
+            asked.extend((f"{t.tokens} of {t.requests}", times) for t in after)
+            return Trace(1e-6, {"a": (2.0, 6e-7), "b": (1.0, 4e-7)})
+
+        monkeypatch.setattr(step, "seen", seen)
+        watched = step.watch_decode(llm, Prompts(4096, 0), 3, 20, 12)
+        assert not llm.loop.busy  # the requests were given up
+    assert asked == [("3 of 3", 4)] * 4
+    assert watched.steps == 4
+    assert watched.idle == pytest.approx(1 - 1e-6 / watched.seconds)
+    shares = watched.shares()
+    assert list(shares) == ["a", "b", "other"]
+    assert shares["a"]["us_per_call"] == pytest.approx(0.3)
+    assert sum(each["share"] for each in shares.values()) == pytest.approx(1)
+
+
+def test_rows_of_a_decode_step_on_a_gpu() -> None:
+    watched = Watched(Trace(600e-6, {}), 16, 1000e-6)
+    times = [StepTimes(8, 8, plan * 1e-6, 700e-6, 20e-6) for plan in (10, 30, 11)]
+    found = {m["name"]: m for m in step._on_gpu(8, watched, 800e-6, times, 15e-6)}
+    assert list(found) == [f"{name}, batch 8" for name in ("idle share", "sampler", "plan", "run", "commit")]
+    values = [m["value"] for m in found.values()]
+    assert values == pytest.approx([40.0, 15.0, 11.0, 700.0, 20.0])
+    assert "25.0 %" in found["idle share, batch 8"].get("note", "")
+
+
+def test_estimate_of_a_graph() -> None:
+    """Many launches at first, then bytes; a slower launch and a slower memory cost what they should."""
+    config = ModelConfig.from_json(tiny_config())
+    fast = Ceilings(4e12, 4e12, 700e12, 1200e12, 50e9, 1e-6)
+    one, many = (step.gpu_step_seconds(config, "production", rows, 100, fast) for rows in (1, 256))
+    layers = config.text.num_hidden_layers
+    assert step.LAUNCHES * layers * 1e-6 < one < many < 60e-6 * layers
+    assert step.gpu_step_seconds(config, "production", 1, 100, replace(fast, launch_seconds=2e-6)) > 1.9 * one
+    slow = replace(fast, read_bytes=1e6)
+    wide, packed = (step.gpu_step_seconds(config, numerics, 1, 100, slow) for numerics in ("float", "production"))
+    assert wide > 1.5 * packed
+
+
+def test_room_for_the_batches() -> None:
+    text = ModelConfig.from_json(tiny_config())
+    config = load(environ={}, overrides={"scheduler.token_budget": 64, "cache.bytes": 1 << 16})
+    assert step._with_room(config, text, 1).scheduler == config.scheduler
+    more = step._with_room(config, text, 100)
+    assert (more.scheduler.max_running, more.scheduler.token_budget) == (100, 100)
+    assert more.cache.bytes % 200 == 0
+    assert more.cache.bytes > 1 << 16
+
+
+@pytest.mark.gpu
+def test_whole_run_on_a_gpu() -> None:
+    config = load(environ={}, overrides={"model": "minnow", "device": "cuda"})
+    found = step.run(config, Options(prompts=(64,), batches=(1, 40), tokens=32, repeats=1, start_ups=0))
+    measures = {m["name"]: m for m in found["measures"]}
+    assert {"idle share, batch 1", "sampler, batch 40", "peak device memory"} <= set(measures)
+    assert all(0 <= measures[f"idle share, batch {batch}"]["value"] < 100 for batch in (1, 40))
+    assert measures["decode, batch 40"].get("estimate")
+    assert measures["prefill, 64 tokens"].get("estimate") is None
+    assert not any("target" in m and m["target"] for m in found["measures"])
+    assert len(found["ops"]["decode, batch 40"]) > 5
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
