@@ -37,6 +37,7 @@ from benthic.kernels import (
     norm,
     quant,
     rope,
+    rows,
     swiglu,
 )
 from benthic.models.base import Batch
@@ -161,11 +162,13 @@ OPS: tuple[tuple[ModuleType, str], ...] = (
     (hyper, "hyper_mixes"),
     (hyper, "hyper_collapse"),
     (hyper, "hyper_expand"),
+    (engram, "ngram_ids"),
     (engram, "ngram_rows"),
     (engram, "table_rows"),
     (engram, "engram_gate"),
     (moe_gate, "route"),
     (moe_experts, "experts"),
+    (rows, "group_records"),
     (compress, "compress_store"),
     (compress, "key_store"),
     (kv_copy, "ring_write"),
@@ -283,10 +286,12 @@ def _differences(name: str, args: tuple[Any, ...], want: Any, got: Any) -> Itera
             if a is not None:
                 a, b = a.sort(dim=1).values, b.sort(dim=1).values
                 yield f"select_records: {which}, choice", _share((a != b).any(dim=1)), TIES
-    elif name in ("ngram_rows", "roundtrip_fp8", "roundtrip_mxfp4", "table_rows"):
+    elif name in ("ngram_ids", "ngram_rows", "roundtrip_fp8", "roundtrip_mxfp4", "table_rows"):
         a, b = (t.float() if t.dtype == torch.bfloat16 else t for t in (want, got))
         equal = (a == b) | ((a != a) & (b != b))
         yield name, _share(~equal), 0.0
+    elif name == "group_records":
+        yield name, max(_share(a != b) for a, b in zip(want, got, strict=True)), 0.0
     elif name == "compress_store":
         ends = (args[9] >= 0).cpu()  # the other rows mean nothing
         # on each side the pooled row rounds, then the normed one

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from benthic.cache.storage import Storage
 from benthic.kernels.kv_copy import Rows
+from benthic.kernels.rows import begin_rows
 from benthic.models.base import Batch
 from benthic.types import Chunk, Draw, SamplingParams, StepPlan
 
@@ -270,24 +271,22 @@ class Uploads:
 
 def unpack(columns: Tensor, storage: Storage) -> Step:
     """What `Uploads.decode` sent, as a step. On the device alone, so a graph may hold it. columns [COLUMNS, n]."""
-    ids, positions, slots = columns[:3]
-    _write_tables(storage, columns[3], columns[4])
-    ids = _known(ids, slots, storage)
-    back = torch.arange(storage.history.shape[1], device=ids.device)
+    positions, slots = columns[1], columns[2]
+    begun = begin_rows(columns[:5], storage.tables, storage.last_token, storage.history)
     batch = Batch(
-        ids=ids,
+        ids=begun.ids,
         positions=positions,
-        history=torch.where(positions[:, None] > back, storage.history[slots], -1),
+        history=begun.history,
         images=None,
         embeds=None,
         starts=(),
         firsts=(),
         slots=(),
         tables=(),
-        logit_rows=torch.arange(ids.shape[0], device=ids.device),
-        rows=Rows(slots, positions, positions, torch.arange(ids.shape[0], device=ids.device)),
+        logit_rows=begun.numbers,
+        rows=Rows(slots, positions, positions, begun.numbers),
     )
-    return Step(batch, None, Draws(slots, positions + 1, *_as_settings(columns[5:].unbind(0))))
+    return Step(batch, None, Draws(slots, begun.following, *_as_settings(columns[5:].unbind(0))))
 
 
 def finish(step: Step, storage: Storage, tokens: Tensor | None) -> None:

@@ -28,6 +28,7 @@ FILES: dict[str, str] = {  # op -> the file it is in, the same in every backend
     "hyper_mixes": "hyper",
     "hyper_collapse": "hyper",
     "hyper_expand": "hyper",
+    "ngram_ids": "engram",
     "ngram_rows": "engram",
     "table_rows": "engram",
     "engram_gate": "engram",
@@ -49,6 +50,8 @@ FILES: dict[str, str] = {  # op -> the file it is in, the same in every backend
     "select_entries": "indexer",
     "candidate_blocks": "indexer",
     "sample_rows": "sample",
+    "begin_rows": "rows",
+    "group_records": "rows",
     "hyper_read": "fused",
     "attention_inputs": "fused",
     "attention_output": "fused",
@@ -58,7 +61,7 @@ FILES: dict[str, str] = {  # op -> the file it is in, the same in every backend
 SERVES: dict[str, frozenset[str]] = {  # backend -> ops it has
     "native": frozenset(FILES)
     - {"table_rows", "pool_groups", "compress_store", "key_store", "close_groups", "attend", "sample_rows"}
-    - {"select_records", "select_entries", "candidate_blocks"},
+    - {"select_records", "select_entries", "candidate_blocks", "ngram_ids", "begin_rows", "group_records"},
     "humming": frozenset({"experts"}),  # a peer to measure against: picked by `use` alone
     "triton": frozenset(
         {
@@ -75,6 +78,7 @@ SERVES: dict[str, frozenset[str]] = {  # backend -> ops it has
             "hyper_collapse",
             "hyper_expand",
             "hyper_read",
+            "ngram_ids",
             "ngram_rows",
             "table_rows",
             "engram_gate",
@@ -86,6 +90,8 @@ SERVES: dict[str, frozenset[str]] = {  # backend -> ops it has
             "experts",
             "moe",
             "sample_rows",
+            "begin_rows",
+            "group_records",
             "write_records",
             "read_records",
             "ring_write",

@@ -12,6 +12,27 @@ from benthic.kernels import backends, quant
 GATE_FLOOR = 1e-6  # least magnitude of the dot product under the square root
 
 
+def ngram_ids_reference(ids: Tensor, history: Tensor, classes: Tensor, pad: int, image: int) -> Tensor:
+    ids = torch.cat([ids[:, None], history], dim=1)
+    broken = ((ids < 0) | (ids == image)).cumsum(dim=1) > 0
+    return torch.where(broken, classes[pad], classes[ids.clamp(min=0)])
+
+
+def ngram_ids(ids: Tensor, history: Tensor, classes: Tensor, pad: int, image: int) -> Tensor:
+    """Compressed ids at p, p-1, ...; the pad class from the first image token or sequence start on.
+
+    ids      [T] int64 token ids; history [T, n-1] int64 those before each, newest first, -1 before the start.
+    classes  [ids] int64, the compressed id of every token id.
+    pad      id whose class stands for what is not there; image: id of image tokens.
+    returns  [T, n] int64. Exact.
+    Raises   ShapeError.
+    """
+    if ids.ndim != 1 or history.ndim != 2 or history.shape[0] != ids.shape[0]:
+        raise ShapeError("ngram_ids: ids, history", want="[T], [T, n-1]", got=(tuple(ids.shape), tuple(history.shape)))
+    run = backends.pick("ngram_ids", ids) or ngram_ids_reference
+    return run(ids, history, classes, pad, image)
+
+
 def ngram_rows_reference(ids: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tensor) -> Tensor:
     products = ids * multipliers  # [T, n]
     mixed = products[:, 0]

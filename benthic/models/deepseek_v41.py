@@ -526,9 +526,9 @@ class DeepseekV41(nn.Module):
     def ngrams(self, batch: Batch) -> Tensor:
         """[T, n] compressed ids at p, p-1, ...; the pad class from the first image token or sequence start on. 2.9."""
         text = self.config.text
-        ids = torch.cat([batch.ids[:, None], batch.history[:, : text.engram_max_ngram_size - 1]], dim=1)
-        broken = ((ids < 0) | (ids == self.config.image_token_id)).cumsum(dim=1) > 0
-        return torch.where(broken, self.classes[text.engram_pad_token_id], self.classes[ids.clamp(min=0)])
+        history = batch.history[:, : text.engram_max_ngram_size - 1]
+        pad, image = text.engram_pad_token_id, self.config.image_token_id
+        return engram.ngram_ids(batch.ids, history, self.classes, pad, image)
 
     @property
     def cache_spec(self) -> CacheSpec:

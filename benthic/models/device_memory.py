@@ -4,18 +4,25 @@ Nothing is read back and no shape depends on a value, so a CUDA graph can hold a
 compressors; one that closes no group has record id -1, which is not stored. `Selection.entries` are record ids.
 """
 
-from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from benthic.cache.spec import Part
 from benthic.cache.storage import Storage
-from benthic.kernels import attn_sparse, compress, indexer, kv_copy
+from benthic.kernels import attn_sparse, compress, indexer, kv_copy, rows
 from benthic.models.base import Batch, Selection
 from benthic.models.deepseek_v41_config import LayerPlan, ModelConfig
 from benthic.models.modules import RMSNorm
 from benthic.types import Numerics
+
+
+class Entries(NamedTuple):
+    """The step as layers of one compression ratio see it: one entry per `ratio` tokens."""
+
+    visible: Tensor  # [T] int64 entries whose last token is at or before the row
+    records: Tensor  # [T] int64 where the group that ends at the row is stored, -1 where none does
 
 
 class DeviceMemory:
@@ -32,15 +39,17 @@ class DeviceMemory:
         self.tables = storage.tables[:, :most]
         # one-row chunks share no keys, and in a graph the host knows no chunks
         self.starts = batch.starts if len(batch.starts) - 1 < batch.ids.shape[0] else None
-        self._steps: dict[int, RatioStep] = {}
+        self._entries: dict[int, Entries] = {}
 
     def layer(self, index: int) -> "DeviceLayer":
         return DeviceLayer(self, self.plan[index])
 
-    def ratio(self, ratio: int) -> "RatioStep":
-        if ratio not in self._steps:
-            self._steps[ratio] = RatioStep(self, ratio)
-        return self._steps[ratio]
+    def entries(self, ratio: int) -> Entries:
+        if ratio not in self._entries:
+            slots, positions, storage = self.rows.slots, self.rows.positions, self.storage
+            found = rows.group_records(positions, slots, storage.tables, storage.block_tokens, ratio)
+            self._entries[ratio] = Entries(*found)
+        return self._entries[ratio]
 
     def ring(self, layer: int) -> kv_copy.Ring:
         where = self.storage.ring_layouts[layer]
@@ -53,28 +62,6 @@ class DeviceMemory:
         )
 
 
-class RatioStep:
-    """The step as layers of one compression ratio see it: one entry per `ratio` tokens."""
-
-    def __init__(self, memory: DeviceMemory, ratio: int):
-        self.memory, self.ratio = memory, ratio
-
-    @cached_property
-    def visible(self) -> Tensor:
-        """[T] int64 entries whose last token is at or before the row."""
-        ends = self.memory.rows.positions + 1
-        return ends if self.ratio == 1 else ends // self.ratio
-
-    @cached_property
-    def records(self) -> Tensor:
-        """[T] int64 where the group that ends at the row is stored, -1 where none does."""
-        rows, tokens = self.memory.rows, self.memory.storage.block_tokens
-        per_block = tokens // self.ratio
-        block = self.memory.storage.tables[rows.slots, rows.positions // tokens]
-        record = block * per_block + rows.positions % tokens // self.ratio
-        return record if self.ratio == 1 else torch.where((rows.positions + 1) % self.ratio == 0, record, -1)
-
-
 class DeviceLayer:
     """One layer's part of the memory. Implements `base.LayerMemory`."""
 
@@ -84,13 +71,13 @@ class DeviceLayer:
     def compress(self, a: Tensor, b: Tensor | None, norm: RMSNorm, freqs: Tensor, dtype: torch.dtype) -> Tensor:
         memory, plan = self.memory, self.plan
         carry = None if b is None else memory.storage.carry[plan.index]
-        paged, records = memory.paged(plan.index, "main"), memory.ratio(plan.ratio).records
+        paged, records = memory.paged(plan.index, "main"), memory.entries(plan.ratio).records
         where = (memory.rows, plan.ratio)
         return compress.compress_store(a, b, carry, *where, norm.weight, norm.eps, freqs, paged, records, dtype)
 
     def store_keys(self, k: Tensor, norm: RMSNorm, freqs: Tensor) -> None:
         memory, plan = self.memory, self.plan
-        paged, records = memory.paged(plan.index, "index"), memory.ratio(plan.ratio).records
+        paged, records = memory.paged(plan.index, "index"), memory.entries(plan.ratio).records
         compress.key_store(k, memory.rows, plan.ratio, norm.weight, norm.eps, freqs, paged, records)
 
     def select(self, q: Tensor, weights: Tensor, shared: Selection | None) -> Selection:
@@ -103,7 +90,7 @@ class DeviceLayer:
             memory.paged(plan.keys_from, "index"),
             memory.tables,
             memory.rows,
-            memory.ratio(plan.ratio).visible,
+            memory.entries(plan.ratio).visible,
             text.index_topk,
             memory.numerics.round_scores,
             restrict=kept if plan.candidates_from is not None else None,

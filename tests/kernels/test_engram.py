@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benthic.errors import ShapeError
 from benthic.kernels import quant
-from benthic.kernels.engram import engram_gate, ngram_rows, table_rows
+from benthic.kernels.engram import engram_gate, ngram_ids, ngram_rows, table_rows
 from benthic.testing.cases import ROWS
 from benthic.testing.tolerances import assert_close
 
@@ -23,6 +23,25 @@ def few(request: pytest.FixtureRequest) -> Callable[[int], int]:
     """At most 3 rows where Triton is interpreted: a row takes tens of milliseconds there."""
     interpreted = request.node.callspec.params["device"] == "interpreter"
     return lambda rows: min(rows, 3) if interpreted else rows
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("tokens", [0, 1, 130])
+def test_ids_end_at_images_and_the_start(device: torch.device, tokens: int, n: int) -> None:
+    """Token 9 is an image; the history is part of a longer one."""
+    generator = torch.Generator().manual_seed(n)
+    ids = torch.randint(0, 12, (tokens,), generator=generator)
+    history = torch.randint(-1, 12, (tokens, 5), generator=generator)
+    classes = torch.randperm(12, generator=generator)
+    got = ngram_ids(ids.to(device), history.to(device)[:, : n - 1], classes.to(device), 3, 9)
+    assert got.dtype == torch.int64
+    want = []
+    for id, before in zip(ids.tolist(), history.tolist(), strict=True):
+        kept = [id, *before[: n - 1]]
+        end = next((i for i, x in enumerate(kept) if x in (-1, 9)), n)
+        want.append([int(classes[x]) for x in kept[:end] + [3] * (n - end)])
+    assert got.shape == (tokens, n)
+    assert got.tolist() == want
 
 
 def test_golden_rows(golden: Callable[[str], dict[str, Any]], device: torch.device) -> None:

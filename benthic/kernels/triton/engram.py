@@ -11,10 +11,61 @@ from benthic.kernels.triton.quant import FLOATS, bound, e4m3_value, e8m0_value, 
 from benthic.kernels.triton.runtime import available as available
 from benthic.kernels.triton.swiglu import exponential
 
+CLASSED = 128  # tokens of `ngram_ids`, a program
 TOKENS = 16  # of `ngram_rows`, a program
 GATHERED = 16  # rows of the table, a program
 GATES = 528  # programs of `engram_gate` at most
 GROUP: tl.constexpr = tl.constexpr(32)
+
+
+@triton.jit(do_not_specialize=["tokens", "pad", "image"])
+def _ngram_ids(
+    ids_ptr,
+    history_ptr,
+    classes_ptr,
+    classed_ptr,
+    tokens,
+    id_stride,
+    token_stride,
+    pad,
+    image,
+    N: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    live = token < tokens
+    padding = tl.load(classes_ptr + pad)
+    whole = live
+    for i in tl.static_range(N):
+        if i == 0:
+            id = tl.load(ids_ptr + token * id_stride, mask=live, other=0)
+        else:
+            id = tl.load(history_ptr + token * token_stride + (i - 1), mask=live, other=0)
+        whole = whole & (id >= 0) & (id != image)
+        found = tl.load(classes_ptr + id, mask=whole, other=0)
+        tl.store(classed_ptr + token * N + i, tl.where(whole, found, padding), mask=live)
+
+
+def ngram_ids(ids: Tensor, history: Tensor, classes: Tensor, pad: int, image: int) -> Tensor:
+    history = history if history.stride(1) == 1 else history.contiguous()
+    tokens, n = ids.shape[0], history.shape[1] + 1
+    classed = torch.empty((tokens, n), dtype=torch.int64, device=ids.device)
+    if tokens:
+        _ngram_ids[(triton.cdiv(tokens, CLASSED),)](
+            ids,
+            history,
+            classes.contiguous(),
+            classed,
+            tokens,
+            ids.stride(0),
+            history.stride(0),
+            pad,
+            image,
+            N=n,
+            TOKENS=CLASSED,
+            num_warps=4,
+        )
+    return classed
 
 
 @triton.jit(do_not_specialize=["tokens"])
