@@ -460,6 +460,24 @@ def test_slices_of_a_product_do_not_depend_on_its_rows() -> None:
     assert {key: found for key, found in plans.items() if len(found) > 1} == {}
 
 
+@pytest.mark.parametrize("kind", ["blocks", "values", "rows"])
+def test_tiles_of_any_configuration_fit_in_shared_memory(kind: str) -> None:
+    """A table's entry for 16 rows is used for up to 64, with a tile as high as they need."""
+    kernels = pytest.importorskip("benthic.kernels.triton.gemm")
+    from benthic.kernels.triton import tuning
+
+    n, k = 1792, 5120
+    for config in kernels.CANDIDATES[kind].values():
+        with tuning.trying({(f"linear_{kind}", f"{n}x{k}"): config}), backends.invariant():
+            for rows in (1, 16, 17, 64):
+                tile = kernels._plan(kind, rows, n, k).config
+                x, weight = (1 if kind == "rows" else 2), (2 if kind == "values" else 1)
+                stage = (x * tile["BLOCK_M"] + weight * tile["BLOCK_N"]) * tile["BLOCK_K"]
+                assert rows <= tile["BLOCK_M"] <= 64
+                assert 2 <= tile["num_stages"] <= config["num_stages"]
+                assert stage * tile["num_stages"] <= 192 << 10
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["32x128_ring", "64x256_ring", "64x64"])
 @pytest.mark.parametrize("kind", ["blocks", "rows"])

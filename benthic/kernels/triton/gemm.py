@@ -388,6 +388,7 @@ MULTIPROCESSORS = 132
 BYTE_US, OPERATION_US = 1 / 45e3, 1 / 4.5e6  # of one multiprocessor
 ADDING_US = 1 / 5e6  # a byte of slices written or read
 LIBRARY_ROWS = {"blocks": 2048, "values": 256, "rows": 192, "wide": 1 << 62}  # from here on the vendor's library
+STAGES_BYTES = 192 << 10  # of shared memory; the rest is for results on their way out
 SCRATCH = 1 << 26  # weights written out at a time, at most
 
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # the library, too, adds up in f32
@@ -498,7 +499,11 @@ def _plan(kind: str, rows: int, n: int, k: int) -> _Plan:
     if not backends.is_invariant() or kind == "wide":
         return _Plan(config, slices, steps, False)
     if rows <= 64:
-        return _Plan(config | {"BLOCK_M": next(m for m in (16, 32, 64) if rows <= m)}, slices, steps, False)
+        tile = next(m for m in (16, 32, 64) if rows <= m)
+        stage = tile * (1 if kind == "rows" else 2) + config["BLOCK_N"] * (2 if kind == "values" else 1)
+        fitting = max(STAGES_BYTES // (stage * config["BLOCK_K"]), 2)  # the stages were chosen for another tile
+        few_stages = {"num_stages": min(config["num_stages"], fitting)}
+        return _Plan(config | {"BLOCK_M": tile} | few_stages, slices, steps, False)
     square = CANDIDATES[kind]["128x128"] | {"BLOCK_K": config["BLOCK_K"], "num_stages": 2}
     return _Plan(square, slices, steps, True)
 
