@@ -250,7 +250,7 @@ PARTS: Parts = {
     (deepseek_v41.Engram, "forward"): "n-gram memory",
     (deepseek_v41.Attention, "inputs"): "attention inputs",
     (deepseek_v41.Compressor, "forward"): "compressor, keys",
-    (deepseek_v41.Indexer, "key"): "compressor, keys",
+    (deepseek_v41.Indexer, "store_keys"): "compressor, keys",
     (DeviceLayer, "append"): "compressor, keys",
     (deepseek_v41.Indexer, "query"): "index selection",
     (DeviceLayer, "select"): "index selection",
