@@ -251,7 +251,6 @@ PARTS: Parts = {
     (deepseek_v41.Attention, "inputs"): "attention inputs",
     (deepseek_v41.Compressor, "forward"): "compressor, keys",
     (deepseek_v41.Indexer, "store_keys"): "compressor, keys",
-    (DeviceLayer, "append"): "compressor, keys",
     (deepseek_v41.Indexer, "query"): "index selection",
     (DeviceLayer, "select"): "index selection",
     (DeviceLayer, "attend"): "attention",
