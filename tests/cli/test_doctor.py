@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -11,9 +12,18 @@ from benthic.cli import doctor
 from benthic.cli.doctor import Finding, Status
 from benthic.config import Config, CpuConfig
 from benthic.errors import NativeBuildError
+from benthic.kernels import backends
 from benthic.kernels.native import build
 
 OFF = CpuConfig(native="off")  # nothing is compiled
+
+
+@pytest.fixture(autouse=True)
+def _native_as_it_was() -> Iterator[None]:
+    """What these tests switch off is on again for the next file of this process."""
+    yield
+    build.setup("auto")
+    backends._load.cache_clear()
 
 
 def checkpoint(folder: Path) -> Path:
