@@ -87,8 +87,7 @@ def assert_nearly_all(got: Tensor, want: Tensor, one_scale: bool = False) -> Non
     """No value differs by more than an eighth, the FP8 grid's step, of its row's largest, and at most 1 in 50 at all.
 
     FP8 products on a GPU add up with about 13 bits. In every row that moves a few codes of the next product's input,
-    and each of them, up to a tenth of its row and moved by up to an eighth, moves all results: there a row's difference
-    is at most a 32nd of the row.
+    and each of them moves all results a little: there a row's difference is at most 1 % of the row.
     """
     assert got.shape == want.shape
     assert got.dtype == want.dtype
@@ -96,7 +95,7 @@ def assert_nearly_all(got: Tensor, want: Tensor, one_scale: bool = False) -> Non
         got, want = got.float(), want.float()
         assert ((got - want).abs() <= want.abs().amax(-1, keepdim=True) / 8).all()
         if one_scale and got.is_cuda:
-            assert ((got - want).norm(dim=-1) <= want.norm(dim=-1) / 32).all()
+            assert ((got - want).norm(dim=-1) <= 0.01 * want.norm(dim=-1)).all()
         else:
             assert (got != want).float().mean() <= 0.02
 

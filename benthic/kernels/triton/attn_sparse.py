@@ -19,7 +19,7 @@ from torch import Tensor
 from benthic.kernels import attn_sparse as plain
 from benthic.kernels import backends, kv_copy
 from benthic.kernels.triton.gemm import launch, start
-from benthic.kernels.triton.quant import INTERPRETED, e2m1_value, e4m3_value, e8m0_value, narrow, widen
+from benthic.kernels.triton.quant import INTERPRETED, bound, e2m1_value, e4m3_value, e8m0_value, narrow, widen
 from benthic.kernels.triton.runtime import available as available
 
 try:  # its dialect is not in every version of Triton
@@ -64,14 +64,6 @@ mov.b32 {$2, $6}, c;
 mov.b32 {$3, $7}, d;
 }
 """)
-
-
-@triton.jit
-def _bound(x):
-    """A loop's bound. The interpreter holds scalars as arrays of one element, which `range` does not take."""
-    if INTERPRETED:
-        return x.handle.data.item()
-    return x
 
 
 # Keys: records at offsets `at` [N] -> [N, WIDTH] in DTYPE, zeros where not live. Nothing else is read.
@@ -221,7 +213,7 @@ def _attend(
     WINDOW_TILES: tl.constexpr = (WINDOW + TILE - 1) // TILE
     tiles = tl.cdiv(count, TILE).to(tl.int32)
     begin = span * span_tiles
-    for tile in range(_bound(begin), _bound(tl.minimum(begin + span_tiles, tiles))):
+    for tile in range(bound(begin), bound(tl.minimum(begin + span_tiles, tiles))):
         place = tile * TILE + slot_of_tile
         live = place < count
         own = live & (place >= stored)
@@ -239,7 +231,7 @@ def _attend(
     if POOL != "none":
         begin = tl.maximum(begin - WINDOW_TILES, 0)
         end = tl.minimum((span + 1) * span_tiles - WINDOW_TILES, tl.cdiv(listed, TILE))
-        for tile in range(_bound(begin), _bound(end)):
+        for tile in range(bound(begin), bound(end)):
             place = tile * TILE + slot_of_tile
             record = tl.load(records_ptr + t * listed + place, mask=place < listed, other=-1).to(tl.int64)
             live = record >= 0

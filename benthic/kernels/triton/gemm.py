@@ -36,6 +36,7 @@ from benthic.kernels.triton.norm import chunked, even_rows
 from benthic.kernels.triton.quant import (
     FLOATS,
     INTERPRETED,
+    bound,
     carry_byte,
     e4m3,
     e4m3_value,
@@ -96,14 +97,6 @@ def _finished(acc):
 
 
 @triton.jit
-def _count(x):
-    """A number of turns. The interpreter holds scalars as arrays of one element, which `range` does not take."""
-    if INTERPRETED:
-        return x.handle.data.item()
-    return x
-
-
-@triton.jit
 def _slice(
     x,
     w,
@@ -134,7 +127,7 @@ def _slice(
         x += first
         w += first
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for index in range(_count((part + 1) * steps // slices - step)):
+    for index in range(bound((part + 1) * steps // slices - step)):
         k = first + index * BLOCK_K
         if BULK:
             weight = w.load([column, k])
@@ -244,7 +237,7 @@ def _product(
     x_first = group * x_group_stride
     if WHOLE:
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for index in range(_count(slices)):
+        for index in range(bound(slices)):
             acc += _slice(
                 x,
                 w,

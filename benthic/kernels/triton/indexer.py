@@ -29,7 +29,7 @@ from torch import Tensor
 from benthic.kernels import indexer as plain
 from benthic.kernels import kv_copy
 from benthic.kernels.triton import tuning
-from benthic.kernels.triton.quant import INTERPRETED, narrow, widen
+from benthic.kernels.triton.quant import INTERPRETED, bound, narrow, widen
 from benthic.kernels.triton.runtime import available as available
 
 SCRATCH_BYTES = 256 << 20
@@ -58,14 +58,6 @@ mul.rn.bf16x2 $1, b, $5;
 mul.rn.bf16x2 $2, c, $5;
 mul.rn.bf16x2 $3, d, $5;
 }""")
-
-
-@triton.jit
-def _bound(x):
-    """A loop's bound. The interpreter holds scalars as arrays of one element, which `range` does not take."""
-    if INTERPRETED:
-        return x.handle.data.item()
-    return x
 
 
 # Scores
@@ -228,7 +220,7 @@ def _sweep(
     listed = _listed(begin, loaded, restrict_ptr + row * LISTED, LISTED, SIZE, KEYS)
     home, inside = _home(begin, listed, loaded, table, most, ENTRIES, LISTED, SIZE, KEYS)
     listed = _listed(begin + 1, loaded, restrict_ptr + row * LISTED, LISTED, SIZE, KEYS)
-    for tile in tl.range(_bound(begin), _bound(end), num_stages=STAGES):
+    for tile in tl.range(bound(begin), bound(end), num_stages=STAGES):
         base = home.to(tl.int64) * pool_stride
         within = inside
         home, inside = _home(tile + 1, listed, loaded, table, most, ENTRIES, LISTED, SIZE, KEYS)
@@ -438,7 +430,7 @@ def _list(out_ptr, values, chosen, at, number, K: tl.constexpr, K_PAD: tl.conste
 @triton.jit
 def _raise(from_ptr, to_ptr, nodes, below, FAN: tl.constexpr, PART: tl.constexpr):
     """Best of each FAN values: from_ptr [below] -> to_ptr [nodes]."""
-    for part in range(0, _bound((nodes + PART - 1) // PART)):
+    for part in range(0, bound((nodes + PART - 1) // PART)):
         node = part * PART + tl.arange(0, PART)
         at = node[:, None] * FAN + tl.arange(0, FAN)[None, :]
         values = widen(tl.load(from_ptr + at, mask=(node < nodes)[:, None], other=0.0))

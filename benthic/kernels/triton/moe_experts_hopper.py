@@ -717,7 +717,6 @@ CANDIDATES: dict[str, dict[str, tuning.Config]] = {  # form of the weights -> na
         "wide32": _solo(32, 256, 7, 1, warps=16),
         "wide64": _solo(64, 256, 6, 1),
         "wide128": _solo(128, 256, 4, 1),
-        "wide128h": _solo(128, 256, 4, 1, halves=True),
     },
     "carried": {
         "ring16": _ring(16, 16),
