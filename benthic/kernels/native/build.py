@@ -85,7 +85,7 @@ def setup(mode: str, compiler: str = "cc", cache_dir: str = "") -> Status:
             _status = None
         else:
             # the loaded object stays loaded; only whether it is used can still change
-            _status = Status(mode != "off", "switched off by cpu.native" if mode == "off" else str(_library._name))
+            _status = Status(False, "switched off by cpu.native") if mode == "off" else _loaded(Path(_library._name))
     found = status()
     if mode == "on" and not found.available:
         raise NativeBuildError(found.detail)
@@ -106,7 +106,7 @@ def status() -> Status:
         _library = ctypes.CDLL(str(path))
         _library.benthic_keep_memory()
         seconds = time.perf_counter() - started if built else 0.0
-        _status = Status(True, f"{path.name}, {_pool()[1]}", path, seconds)
+        _status = _loaded(path, seconds)
         if built:
             log.info("native kernels compiled", extra={"path": path, "seconds": round(seconds, 2)})
     except (Failed, OSError) as error:
@@ -114,6 +114,10 @@ def status() -> Status:
         _status = Status(False, str(error))
         log.warning("native kernels not available, plain torch runs instead", extra={"reason": str(error)})
     return _status
+
+
+def _loaded(path: Path, seconds: float = 0.0) -> Status:
+    return Status(True, f"{path.name}, {_pool()[1]}", path, seconds)
 
 
 def available() -> bool:

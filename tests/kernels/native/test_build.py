@@ -93,3 +93,12 @@ def test_status_of_this_process() -> None:
     assert found.path.name in found.detail
     with pytest.raises(AttributeError):
         build.function("benthic_no_such_function", "p")
+
+
+def test_status_after_off_and_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = build.status()
+    monkeypatch.setattr(build, "_settings", build.Settings("auto", "cc", str(build._settings.cache_dir)))
+    monkeypatch.setattr(build, "_status", before)
+    assert not build.setup("off", "cc", build._settings.cache_dir).available
+    after = build.setup("auto", "cc", build._settings.cache_dir)
+    assert (after.available, after.detail, after.path) == (before.available, before.detail, before.path)
