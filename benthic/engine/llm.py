@@ -456,6 +456,7 @@ class LLM:
         effort: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         tool_choice: str | Mapping[str, Any] | None = None,
+        response_format: Mapping[str, Any] | None = None,
         priority: int = 0,
     ) -> Completion: ...
     @overload
@@ -469,6 +470,7 @@ class LLM:
         effort: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         tool_choice: str | Mapping[str, Any] | None = None,
+        response_format: Mapping[str, Any] | None = None,
         priority: int = 0,
     ) -> Iterator[Piece]: ...
     def chat(
@@ -481,11 +483,13 @@ class LLM:
         effort: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         tool_choice: str | Mapping[str, Any] | None = None,
+        response_format: Mapping[str, Any] | None = None,
         priority: int = 0,
     ) -> Completion | Iterator[Piece]:
         """The assistant's next turn of a conversation.
 
-        messages   OpenAI chat form, see `text/prompt.py`; so are thinking, effort, tools and tool_choice.
+        messages   OpenAI chat form, see `text/prompt.py`; so are thinking, effort, tools, tool_choice and
+                   response_format, which is told to the model and not enforced.
         stream     as in `generate`; pieces carry reasoning, content (`text`) and tool calls apart.
         returns    a completion whose choices have a `message`. Stop strings match in the content only, and there also
                    before `min_tokens`.
@@ -493,7 +497,13 @@ class LLM:
         params = params or SamplingParams()
         params.validate(self.model.vocab_size)
         prompt = self.encoder.encode(
-            messages, thinking=thinking, effort=effort, tools=tools, tool_choice=tool_choice, stop=params.stop
+            messages,
+            thinking=thinking,
+            effort=effort,
+            tools=tools,
+            tool_choice=tool_choice,
+            response_format=response_format,
+            stop=params.stop,
         )
         session = _Session(self)
         request = self._request(prompt.ids, params, priority, 0)

@@ -237,6 +237,9 @@ def test_a_conversation(llm: LLM):
     assert thought.message is not None
     assert thought.message.reasoning
     assert not thought.text
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    shaped = llm.chat(messages, GREEDY, response_format=form)
+    assert shaped.prompt_token_ids == llm.encoder.encode(messages, response_format=form).ids != done.prompt_token_ids
     with pytest.raises(BadMessages):
         llm.chat([{"role": "robot", "content": "x"}])
     assert at_rest(llm)
