@@ -18,12 +18,12 @@ from benthic.bench.report import Measure
 from benthic.config import Config
 from benthic.engine.llm import LLM
 from benthic.errors import BenchError
+from benthic.skills.loops import loops
 from benthic.text.prompt import ChatEncoder
 from benthic.types import SamplingParams
 
 STORY_TOKENS = 300
 STORY_TEMPERATURE = 0.8
-LOOP_TOKENS, LOOP_TIMES = 8, 4  # a text loops when one run of so many tokens stands in it so often
 _GROUP = 64  # documents handed to the engine at a time
 
 
@@ -68,15 +68,6 @@ def read_documents(path: Path, limit: int | None = None) -> Iterator[dict[str, s
                     ) from error
     except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
         raise BenchError("text", f"cannot read the documents {path}: {error}") from error
-
-
-def loops(ids: Sequence[int]) -> bool:
-    """Does one run of LOOP_TOKENS tokens stand LOOP_TIMES times in the text?"""
-    seen: dict[tuple[int, ...], int] = {}
-    for at in range(len(ids) - LOOP_TOKENS + 1):
-        run = tuple(ids[at : at + LOOP_TOKENS])
-        seen[run] = seen.get(run, 0) + 1
-    return max(seen.values(), default=0) >= LOOP_TIMES
 
 
 def bits(llm: LLM, documents: Iterator[dict[str, str]], progress: Callable[[int], None]) -> Bits:

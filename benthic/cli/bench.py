@@ -212,15 +212,17 @@ def _needles(path: Path, count: int, seed: int) -> tuple[tuple[str, str], ...]:
     """`count` prompts of each length of the held-out ladder, in prose of the documents: (prompt, answer)."""
     from benthic.bench import eval as evaluation
     from benthic.errors import BenchError
-    from benthic.train import data, skills
+    from benthic.skills.base import Material
+    from benthic.train import data
 
-    sentences = [s for document in evaluation.read_documents(path) for s in skills.sentences_of(document["response"])]
-    if not sentences:
+    documents = evaluation.read_documents(path)
+    material = Material.of((document["prompt"], document["response"]) for document in documents)
+    if not material.sentences:
         raise BenchError(
             "needles", f"{path} has no sentence of 20 to 200 characters to hide them among; try --needles 0"
         )
-    asked = [data.ladder(sentences, characters, count, seed) for characters in data.NEEDLE_LADDER]
-    return tuple((document.turns[0].user, document.turns[0].answer) for rung in asked for document in rung)
+    asked = [data.ladder(material, tokens, count, seed) for tokens in data.NEEDLE_LADDER]
+    return tuple((task.messages[0]["content"], task.messages[1]["content"]) for rung in asked for task in rung)
 
 
 def _say(text: str) -> None:

@@ -8,9 +8,8 @@ and EOS, EOS included. Rendering needs the deepseek-recipe package; reading a da
 import json
 import lzma
 import random
-import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,16 +20,17 @@ from numpy.typing import NDArray
 
 from benthic.errors import BadTrainingData
 from benthic.models.deepseek_v41_config import ModelConfig
+from benthic.skills.base import SKILLS, Material, Split, Task
+from benthic.skills.loops import looping
 from benthic.text.tokenizer import FILE_NAME, Tokenizer
-from benthic.train import skills, tokenizer_bpe
+from benthic.train import tokenizer_bpe
 
 Ids = NDArray[np.uint16]
 
 MANIFEST = "data.json"
 FORMAT = 1
 MAX_VOCAB = 1 << 16  # ids are stored as uint16
-NEEDLE_LADDER = (450, 1050, 2050, 3600)  # characters of the held-out needle prompts: about 120, 270, 520, 930 tokens
-LOOP_TOKENS, LOOP_TIMES = 8, 4  # a response loops when one piece of so many tokens stands in it so often
+NEEDLE_LADDER = (120, 270, 520, 930)  # tokens of the held-out needle prompts
 
 
 class Pair(NamedTuple):
@@ -65,6 +65,14 @@ def corpus_files(folder: Path) -> tuple[list[Path], Path]:
     return train, valid
 
 
+def material_of(path: Path) -> Material:
+    """What the skills are built from, out of one corpus file. Raises BadTrainingData when it is too little."""
+    material = Material.of((pair.prompt, pair.response) for pair in read_pairs(path))
+    if material.lacks:
+        raise BadTrainingData(path, material.lacks)
+    return material
+
+
 class Renderer:
     """Conversations -> token ids, by deepseek-recipe's V4.1 encoding, so that training and serving share a template."""
 
@@ -75,12 +83,11 @@ class Renderer:
         tokenizer = recipe.Tokenizer.from_file(str(tokenizer_file))
         self._encoding = recipe.DeepseekV41Encoding().with_tokenizer(tokenizer)
 
-    def ids(self, turns: Sequence[skills.Turn]) -> list[int]:
+    def ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """A whole conversation, non-thinking, up to the end token of its last answer."""
-        messages: list[Any] = []
-        for turn in turns:
-            messages += [self._recipe.UserMessage(turn.user), self._recipe.AssistantMessage(turn.answer)]
-        ids = self._encoding.encode(self._recipe.Conversation(messages, thinking_mode=False))
+        kinds = {"user": self._recipe.UserMessage, "assistant": self._recipe.AssistantMessage}
+        turns: list[Any] = [kinds[message["role"]](message["content"]) for message in messages]
+        ids = self._encoding.encode(self._recipe.Conversation(turns, thinking_mode=False))
         return ids[:-2]  # without the header of the next answer that the encoding always opens
 
 
@@ -132,29 +139,6 @@ def template_texts() -> list[str]:
                 texts.append(rendered.prompt[at:start])
             at = end
     return texts
-
-
-# ---- loops -----------------------------------------------------------------------------------------------------------
-
-
-def looping(ids: Ids, starts: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which documents hold one piece of 8 tokens four times or more: about 0.7 % of model-made text.
-
-    ids     all documents, one after another; starts [N + 1] where each begins.
-    """
-    bad = np.zeros(len(starts) - 1, dtype=np.bool_)
-    places = len(ids) - LOOP_TOKENS + 1
-    if places < LOOP_TIMES:
-        return bad
-    document = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-    piece = np.zeros(places, dtype=np.uint64)  # a hash of each piece and its document, modulo 2^64
-    for i in range(LOOP_TOKENS):
-        piece = piece * np.uint64(1_000_003) + ids[i : i + places]
-    piece = piece * np.uint64(2_654_435_761) + document[:places].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    inside = document[:places] == document[LOOP_TOKENS - 1 :]
-    _, first, times = np.unique(piece[inside], return_index=True, return_counts=True)
-    bad[document[:places][inside][first[times >= LOOP_TIMES]]] = True
-    return bad
 
 
 # ---- token files -----------------------------------------------------------------------------------------------------
@@ -291,27 +275,23 @@ def without_loops(ids: Ids, starts: NDArray[np.int64]) -> tuple[Ids, int, int]:
 
 
 def skill_documents(
-    kind: str, split: skills.Split, tokens: int, render: Callable[[Sequence[skills.Turn]], list[int]],
-    sentences: Sequence[str], words: Sequence[str], seed: int,
+    kind: str, split: Split, tokens: int, render: Callable[[Sequence[Mapping[str, Any]]], list[int]],
+    material: Material, seed: int,
 ) -> Iterator[list[int]]:  # fmt: skip
     """Rendered documents of one skill until `tokens` ids are made."""
     rng = random.Random(f"{kind}/{split}/{seed}")
     made = 0
     while made < tokens:
-        if kind == "needle":
-            document = skills.needle(rng, sentences, split, characters=skills.needle_characters(rng))
-        else:
-            document = skills.copy(rng, words, sentences, split)
-        ids = render(document.turns)
+        ids = render(SKILLS[kind].make(rng, material, split).messages)
         made += len(ids)
         yield ids
 
 
-def ladder(sentences: Sequence[str], characters: int, count: int, seed: int) -> Iterator[skills.Document]:
-    """Held-out needle prompts of about so many characters: four codes each, one asked for."""
-    rng = random.Random(f"ladder/{characters}/{seed}")
+def ladder(material: Material, tokens: int, count: int, seed: int) -> Iterator[Task]:
+    """Held-out needle prompts of about so many tokens: four codes each, one asked for."""
+    rng = random.Random(f"ladder/{tokens}/{seed}")
     for _ in range(count):
-        yield skills.needle(rng, sentences, "held_out", characters=characters, needles=4, questions=1)
+        yield SKILLS["needle"].make(rng, material, "held_out", tokens=tokens, needles=4, questions=1)
 
 
 def build(
@@ -353,55 +333,38 @@ def build(
         tokens[part] = tokens.get(part, 0) + len(ids)
         documents[part] = documents.get(part, 0) + count
 
-    sentences: list[str] = []
-    words: set[str] = set()
     for part, files in (("prose", train_files), ("valid", [valid_file])):
         for number, path in enumerate(files):
             collected = Collected()
             for pair in progress(read_pairs(path), path.name, None):
-                collected.add(renderer.ids([skills.Turn(pair.prompt, pair.response)]))
-                if part == "prose" and number == 0:
-                    sentences += skills.sentences_of(pair.response)
-                    words.update(re.findall(r"\b[a-z]{3,9}\b", pair.prompt))
+                collected.add(
+                    renderer.ids(
+                        [{"role": "user", "content": pair.prompt}, {"role": "assistant", "content": pair.response}]
+                    )
+                )
             ids, starts = collected.flat()
             count = len(starts) - 1
             if part == "prose":
                 ids, count, bad = without_loops(ids, starts)
                 dropped += bad
             write(part, f"{part}-{number}.ids.xz", ids, count)
-    held_out = [s for pair in read_pairs(valid_file) for s in skills.sentences_of(pair.response)]
-    vocabulary = sorted(words)
-    for path, have, need, what in (
-        (train_files[0], len(sentences), 1, "sentences of 20 to 200 characters in its responses"),
-        (
-            train_files[0],
-            len(vocabulary),
-            skills.MAX_LINE_WORDS,
-            "different words of 3 to 9 small letters in its prompts",
-        ),
-        (valid_file, len(held_out), 1, "sentences of 20 to 200 characters in its responses"),
-    ):
-        if have < need:
-            raise BadTrainingData(path, f"it has {have} {what}, the skills need {need}")
+    materials: dict[Split, Material] = {"train": material_of(train_files[0]), "held_out": material_of(valid_file)}
     for kind, budget in skill_tokens.items():
-        splits: tuple[tuple[skills.Split, list[str], int], ...] = (
-            ("train", sentences, budget),
-            ("held_out", held_out, budget // 40),
-        )
-        for split, source, size in splits:
+        for split, material in materials.items():
             collected = Collected()
-            rendered = skill_documents(kind, split, size, renderer.ids, source, vocabulary, seed)
+            size = budget if split == "train" else budget // 40
+            rendered = skill_documents(kind, split, size, renderer.ids, material, seed)
             for ids in progress(rendered, f"{kind} {split}", None):
                 collected.add(ids)
             flat, starts = collected.flat()
             part = kind if split == "train" else f"{kind}-held-out"
             write(part, f"{part}.ids.xz", flat, len(starts) - 1)
-    for characters in NEEDLE_LADDER:
+    for tokens_wanted in NEEDLE_LADDER:
         collected = Collected()
-        for document in ladder(held_out, characters, 64, seed):
-            collected.add(renderer.ids(document.turns))
+        for task in ladder(materials["held_out"], tokens_wanted, 64, seed):
+            collected.add(renderer.ids(task.messages))
         flat, starts = collected.flat()
-        write(f"ladder-{characters}", f"ladder-{characters}.ids.xz", flat, len(starts) - 1)
+        write(f"ladder-{tokens_wanted}", f"ladder-{tokens_wanted}.ids.xz", flat, len(starts) - 1)
     manifest = Manifest(FORMAT, seed, vocab_size, parts, tokens, documents, dropped)
     manifest.write(out)
     return manifest, config

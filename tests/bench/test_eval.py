@@ -1,4 +1,4 @@
-"""`benthic bench eval`: bits per byte against a plain sum over the model's logits, documents, loops, the command."""
+"""`benthic bench eval`: bits per byte against a plain sum over the model's logits, documents, the command."""
 
 import json
 import lzma
@@ -70,21 +70,6 @@ def test_bits_are_the_plain_sum_over_response_and_end_token(corpus: Path) -> Non
     assert got.nats == pytest.approx(want, abs=1e-3)
     assert got.per_byte == pytest.approx(want / math.log(2) / got.bytes, rel=1e-5)
     assert got.perplexity == pytest.approx(math.exp(want / tokens), rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("ids", "looping"),
-    [
-        ([], False),
-        (list(range(100)), False),
-        ([1, 2, 3, 4, 5, 6, 7, 8] * 3, False),
-        ([1, 2, 3, 4, 5, 6, 7, 8] * 4, True),
-        ([9] * 10, False),
-        ([9] * 11, True),
-    ],
-)
-def test_loops(ids: list[int], looping: bool) -> None:
-    assert evaluation.loops(ids) is looping
 
 
 def test_a_bad_document_is_named_by_its_line(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from benthic.errors import BenchError
 from benthic.kernels import backends, gemm, moe_experts, quant
 from benthic.models.deepseek_v41 import DeepseekV41, from_checkpoint
 from benthic.models.weights import Checkpoint
+from benthic.skills.base import Material
+from benthic.skills.text import CHARACTERS_PER_TOKEN
 from benthic.train import data
 from benthic.types import NUMERICS
 
@@ -328,11 +330,11 @@ def test_the_command_hides_codes_in_the_text(
     assert (settings.model, settings.device) == ("minnow", "auto")
     assert (options.data, options.documents, options.tokens, options.profiles) == (text, 7, 48, ("fast",))
     assert len(options.needles) == 2 * len(data.NEEDLE_LADDER)
-    sentences = ["The fox ran home in the rain.", "Its den was warm and dry."]
-    want = [d for n in data.NEEDLE_LADDER for d in data.ladder(sentences, n, 2, 0)]
-    assert options.needles == tuple((d.turns[0].user, d.turns[0].answer) for d in want)
+    material = Material((), ("The fox ran home in the rain.", "Its den was warm and dry."))
+    want = [t for n in data.NEEDLE_LADDER for t in data.ladder(material, n, 2, 0)]
+    assert options.needles == tuple((t.messages[0]["content"], t.messages[1]["content"]) for t in want)
     for length, (prompt, answer) in zip(np.repeat(data.NEEDLE_LADDER, 2), options.needles, strict=True):
-        assert length - 150 < len(prompt) < length + 150
+        assert abs(length * CHARACTERS_PER_TOKEN - len(prompt)) < 150
         assert answer in prompt
         assert answer.endswith("7")
 

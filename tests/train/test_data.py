@@ -9,15 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from benthic.errors import BadConfigKey, BadTrainingData, MissingConfigKey
 from benthic.models.deepseek_v41_config import ModelConfig
+from benthic.skills.text import conversation
 from benthic.testing.tokenizers import write_tokenizer
 from benthic.text.tokenizer import FILE_NAME, SPECIALS, Tokenizer
 from benthic.train import data
-from benthic.train.skills import Turn
 from tests.train.small import pairs, small_corpus, small_json, write_corpus, write_lines
 
 BOS, PAD = 0, 2
@@ -98,17 +96,17 @@ def test_rows_equal_the_official_encoding(tmp_path: Path) -> None:
     tokenizer, renderer = Tokenizer(file), data.Renderer(file)
     special = tokenizer.special_ids
     turns = [
-        Turn("What is your name? 42", "Lily."),
-        Turn(f"<think> {SPECIALS['bos'].spelling}{SPECIALS['eos'].spelling}\n", "naïve 你好 😀"),
-        Turn("", "x"),
+        ("What is your name? 42", "Lily."),
+        (f"<think> {SPECIALS['bos'].spelling}{SPECIALS['eos'].spelling}\n", "naïve 你好 😀"),
+        ("", "x"),
     ]
     want = [special["bos"]]
-    for turn in turns:
-        want += [special["user"], *tokenizer.encode(turn.user, bos=False), special["assistant"], special["think_close"]]
-        want += [*tokenizer.encode(turn.answer, bos=False), special["eos"]]
-    assert renderer.ids(turns) == want
+    for user, answer in turns:
+        want += [special["user"], *tokenizer.encode(user, bos=False), special["assistant"], special["think_close"]]
+        want += [*tokenizer.encode(answer, bos=False), special["eos"]]
+    assert renderer.ids(conversation("copy", turns).messages) == want
     encoding = recipe.DeepseekV41Encoding().with_tokenizer(recipe.Tokenizer.from_file(str(file)))
-    messages = [m for t in turns for m in (recipe.UserMessage(t.user), recipe.AssistantMessage(t.answer))]
+    messages = [m for user, answer in turns for m in (recipe.UserMessage(user), recipe.AssistantMessage(answer))]
     official = list(encoding.encode(recipe.Conversation(messages, thinking_mode=False)))
     assert official == [*want, special["assistant"], special["think_close"]]
     # and what serving is given as a prompt is the beginning of the row
@@ -125,14 +123,6 @@ def test_template_texts_are_the_encodings_own_words() -> None:
         assert part in joined
 
 
-# Loops
-
-
-def loops(document: list[int]) -> bool:
-    pieces = Counter(tuple(document[i : i + data.LOOP_TOKENS]) for i in range(len(document) - data.LOOP_TOKENS + 1))
-    return bool(pieces) and max(pieces.values()) >= data.LOOP_TIMES
-
-
 def flat(documents: list[list[int]]) -> tuple[data.Ids, Any]:
     collected = data.Collected()
     for document in documents:
@@ -140,28 +130,13 @@ def flat(documents: list[list[int]]) -> tuple[data.Ids, Any]:
     return collected.flat()
 
 
-@given(st.lists(st.lists(st.integers(0, 1), max_size=60), max_size=6))
-def test_loops_are_found_as_by_counting(documents: list[list[int]]) -> None:
-    assert list(data.looping(*flat(documents))) == [loops(document) for document in documents]
-
-
-def test_the_edge_of_a_loop() -> None:
+def test_documents_that_loop_are_dropped() -> None:
     piece = [65535, 1, 2, 3, 4, 5, 6, 7]
-    apart = [[*piece, 100 + i] for i in range(4)]
-    three, four = [id for part in apart[:3] for id in part], [id for part in apart for id in part]
-    short = [9] * 10  # three pieces
-    across = [piece, piece, piece, piece]  # one in each document
-    documents = [three, four, short, [9] * 11, *across, [], [5]]
-    assert list(data.looping(*flat(documents))) == [False, True, False, True, *[False] * 6]
+    documents = [piece * 3, piece * 4, [], [5]]
     ids, kept, dropped = data.without_loops(*flat(documents))
-    assert (kept, dropped) == (8, 2)
-    assert ids.tolist() == [id for d in documents if not loops(d) for id in d]
-
-
-def test_no_documents() -> None:
-    ids, starts = flat([])
-    assert data.looping(ids, starts).shape == (0,)
-    assert data.without_loops(ids, starts)[1:] == (0, 0)
+    assert (kept, dropped) == (3, 1)
+    assert ids.tolist() == [*piece * 3, 5]
+    assert data.without_loops(*flat([]))[1:] == (0, 0)
 
 
 # Token files
@@ -381,7 +356,7 @@ def test_a_corpus_that_cannot_teach_is_refused(tmp_path: Path) -> None:
         build_from(tmp_path / "valid", good, bad)
     with pytest.raises(BadTrainingData, match=r"train-0\.jsonl\.xz .*0 sentences of 20 to 200 characters"):
         build_from(tmp_path / "train", one, good)
-    with pytest.raises(BadTrainingData, match=r"train-0\.jsonl\.xz .*0 different words .*need 7"):
+    with pytest.raises(BadTrainingData, match=r"train-0\.jsonl\.xz .*0 different words .*need 8"):
         build_from(tmp_path / "words", [{**row, "prompt": "Write it"} for row in good], good)
     for folder in ("little", "valid", "train", "words"):
         with pytest.raises(BadTrainingData):
