@@ -51,6 +51,18 @@ class FinishReason(StrEnum):
     ABORT = "abort"  # the caller asked
 
 
+class Miss(StrEnum):
+    """Why the cached prefix of a prompt ends where it does."""
+
+    NEVER_SEEN = "never_seen"  # the block was not computed here, or so long ago that this is forgotten
+    EVICTED = "evicted"  # it was there and had to make room
+    EXPIRED = "expired"  # it was there and its time to live is over
+    OTHER_NAMESPACE = "other_namespace"  # the same tokens are cached for another tenant, model, or kind of exactness
+    IN_FLIGHT = "in_flight"  # another request computes it now
+    TOO_SHORT = "too_short"  # what is cached is not longer than what has to be computed again
+    DISABLED = "disabled"  # the request or the configuration does without
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the next token is chosen. Ranges are checked by `validate()`, which every entry point calls.

@@ -4,11 +4,12 @@ Number 0 of each pool is reserved for padding rows and is never handed out. Sour
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 
 class BlockPool:
-    """Fixed number of blocks. A block is free, or held by as many owners as its reference count says."""
+    """Fixed number of blocks. A block is free, or held by as many owners as its reference count says, or idle: without
+    an owner and not free, since what it holds may be wanted again. Who keeps idle blocks says when they are free."""
 
     def __init__(self, num_blocks: int):
         """num_blocks counts block 0; at least 2."""
@@ -36,27 +37,36 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Sequence[int]) -> None:
-        """One more owner for each."""
+        """One more owner for each; also the first one again of a block that `release` said was idle."""
         for block in blocks:
-            assert self.references[block] > 0, f"block {block} is free and cannot be shared"
             self.references[block] += 1
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """One owner less for each. A sequence's last block goes first, so that its beginning is overwritten last."""
+    def release(self, blocks: Sequence[int]) -> list[int]:
+        """One owner less for each. Those that lost their last one, a sequence's end first; they are not free yet."""
+        idle: list[int] = []
         for block in reversed(blocks):
-            assert self.references[block] > 0, f"block {block} is free and was released again"
+            assert self.references[block] > 0, f"block {block} has no owner and was released again"
             self.references[block] -= 1
             if not self.references[block]:
-                self._free.append(block)
+                idle.append(block)
+        return idle
 
-    def check(self) -> None:
-        """The pool's invariant: every block but 0 is either free once or referenced."""
+    def free_again(self, blocks: Iterable[int]) -> None:
+        """Blocks without an owner, to be handed out when their turn comes."""
+        for block in blocks:
+            assert not self.references[block], f"block {block} has {self.references[block]} owners"
+            self._free.append(block)
+
+    def check(self, idle: Collection[int] = ()) -> None:
+        """The pool's invariant: every block but 0 is free once, or idle, or has an owner."""
         assert self.references[0] == 0, "block 0 was handed out"
         free = set(self._free)
         assert len(free) == len(self._free), "a block is in the free list twice"
         held = {block for block, count in enumerate(self.references) if count}
         assert not free & held, f"blocks {sorted(free & held)} are free and referenced"
-        assert len(free) + len(held) == self.usable, f"{len(free)} free and {len(held)} held blocks of {self.usable}"
+        assert not set(idle) & (free | held), f"blocks {sorted(set(idle) & (free | held))} are idle and something else"
+        total = len(free) + len(held) + len(idle)
+        assert total == self.usable, f"{len(free)} free, {len(held)} held and {len(idle)} idle blocks of {self.usable}"
 
 
 class SlotPool:

@@ -26,12 +26,12 @@ def test_free_and_held_blocks_are_constant(data: st.DataObject, size: int, moves
                 pool.share(held[which])
                 held.append(list(held[which]))
             else:
-                pool.release(held.pop(which))
+                pool.free_again(pool.release(held.pop(which)))
         pool.check()
         assert pool.free + len({b for blocks in held for b in blocks}) == pool.usable
         assert all(pool.references[b] == sum(b in blocks for blocks in held) for b in range(size))
     for blocks in held:
-        pool.release(blocks)
+        pool.free_again(pool.release(blocks))
     assert pool.free == pool.usable == size - 1
 
 
@@ -39,18 +39,24 @@ def test_blocks_are_used_in_turn_and_the_beginning_of_a_sequence_last():
     pool = BlockPool(6)
     first = pool.take(3)
     assert first == [1, 2, 3]
-    pool.release(first)
+    pool.free_again(pool.release(first))
     assert pool.take(5) == [4, 5, 3, 2, 1]
 
 
 def test_misuse_is_caught():
     pool = BlockPool(3)
     (block,) = pool.take(1) or ()
-    pool.release([block])
+    pool.share([block])
+    assert pool.release([block]) == []
+    with pytest.raises(AssertionError, match="1 owners"):
+        pool.free_again([block])
+    assert pool.release([block]) == [block]
+    pool.check(idle=[block])
     with pytest.raises(AssertionError, match="released again"):
         pool.release([block])
-    with pytest.raises(AssertionError, match="cannot be shared"):
-        pool.share([block])
+    pool.free_again([block])
+    with pytest.raises(AssertionError, match="idle and something else"):
+        pool.check(idle=[block])
     with pytest.raises(AssertionError, match="none to hand out"):
         BlockPool(1)
 
