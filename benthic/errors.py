@@ -498,3 +498,47 @@ class BadImage(RequestError):
     """An image that cannot be read or placed."""
 
     code = "bad_image"
+
+
+class ImageTooLarge(BadImage):
+    """An image of more bytes or pixels than are read."""
+
+    code = "image_too_large"
+
+    def __init__(self, what: str, limit: str):
+        """what: the image and its size, as in "messages[0], image 1 has 40 bytes"."""
+        super().__init__(f"{what}, at most {limit} are read; scale it down")
+
+
+class TooManyImages(BadImage):
+    """More images than one conversation may hold."""
+
+    code = "too_many_images"
+
+    def __init__(self, where: str, limit: int):
+        super().__init__(f"{where} is one too many: a conversation holds at most {limit} images")
+
+
+class ImageNotFetched(BadImage):
+    """An image given by an address instead of its bytes."""
+
+    code = "image_not_fetched"
+
+    def __init__(self, where: str, scheme: str):
+        """scheme: of the URL, as in "https"; empty: it has none."""
+        what = f"a URL of scheme {scheme!r}" if scheme else "no URL"
+        super().__init__(
+            f"{where} is {what}, and nothing is fetched here; send the bytes as a data URL: data:image/png;base64,..."
+        )
+
+
+class NoVision(RequestError):
+    """An image for a model that has no vision tower."""
+
+    code = "no_vision"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the conversation holds an image, and this model reads text only: its config.json has no vision_config; "
+            "leave the image out or choose a model with a vision tower"
+        )

@@ -2,16 +2,20 @@
 
 The prompt is encoded piece by piece from the conversation, never rendered to one string and tokenised: text of the user
 cannot become a control token that way. This file and `reply.py` are the only users of the package.
+
+An image is one id in what the package encodes; here it becomes its span, as long as the model says.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, cast
 
 import deepseek_recipe as recipe
 
-from benthic.errors import BadField, BadMessages, BadTokenizer
+from benthic.errors import BadField, BadMessages, BadTokenizer, ImageTooLarge
+from benthic.text import images
 from benthic.text.tokenizer import Tokenizer
 
 MODEL = "DeepSeek-V4.1-Flash"  # selects the V4.1 form; not the name clients see
@@ -36,6 +40,20 @@ class Constraint:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptImage:
+    """An image of a prompt, and the span of ids that stands for it."""
+
+    first: int  # position of the span's first id
+    tokens: int  # its length; every id of it is the tokenizer's image token
+    source: bytes = field(repr=False)  # PNG, JPEG, GIF or WebP; its header was read, its pixels were not
+    longest: int | None = None  # pixels: the longer side is brought down to so many first; None: as it is
+    where: str = "image"  # for the text of an error, as in "messages[0], image 1"
+
+
+Spans = Callable[[int, int], int]  # width and height of an image in pixels -> tokens of its span
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """An encoded conversation, and what a parser of the reply has to know about it."""
 
@@ -44,6 +62,7 @@ class Prompt:
     start: Start
     constraint: Constraint | None
     request: recipe.ConversationRequest  # for `reply.ReplyParser`
+    images: tuple[PromptImage, ...] = ()  # in the order of their spans
 
 
 class ChatEncoder:
@@ -64,6 +83,7 @@ class ChatEncoder:
         tool_choice: str | Mapping[str, Any] | None = None,
         response_format: Mapping[str, Any] | None = None,
         stop: Sequence[str] = (),
+        spans: Spans | None = None,
     ) -> Prompt:
         """The prompt of a conversation whose next turn is the assistant's.
 
@@ -73,13 +93,18 @@ class ChatEncoder:
         tools            OpenAI function tools; tool_choice: "auto", "none", "required" or one function.
         response_format  {"type": "text" | "json_object" | "json_schema" | "regex", ...}.
         stop             strings that end the answer; matched in the answer only, not in thinking or tool calls.
-        Raises           BadMessages, BadField.
+        spans            how many tokens an image of some width and height takes. With it user, system and tool messages
+                         may hold `image_url` parts with data URLs; "detail": "low" reads a smaller picture.
+        Raises           BadMessages, BadField, BadImage; MissingDependency for an image without Pillow.
         """
         if effort is not None and effort not in EFFORTS:
             raise BadField("effort", effort, f"one of {', '.join(EFFORTS)}")
         if effort not in (None, "none") and not thinking:
             raise BadField("effort", effort, "no effort while thinking is off")
-        body: dict[str, Any] = {"model": MODEL, "messages": _checked(messages)}
+        turns = _checked(messages)
+        if spans is not None:
+            images.check_parts(turns)
+        body: dict[str, Any] = {"model": MODEL, "messages": turns}
         body["thinking"] = {"type": "enabled" if thinking and effort != "none" else "disabled"}
         if effort not in (None, "none"):
             body["reasoning_effort"] = effort
@@ -95,13 +120,18 @@ class ChatEncoder:
             request = recipe.ChatCompletionRequest(body).convert(recipe.ConversionOptions())
         except (recipe.ConversionError, ValueError, TypeError) as error:
             raise BadMessages("conversation", str(error).removeprefix("invalid request body: ")) from error
-        for index, message in enumerate(request.conversation.messages):
-            if message.image_sources:
-                raise BadMessages(f"messages[{index}].content", "holds an image, this entry point takes text only")
+        holders = [i for i, message in enumerate(request.conversation.messages) if message.image_sources]
+        if holders and spans is None:
+            raise BadMessages(f"messages[{holders[0]}].content", "holds an image, this entry point takes text only")
         try:
             ids = self._encoding.encode(request.conversation)
         except RuntimeError as error:
             raise BadTokenizer(self.tokenizer.path, str(error)) from error
+        found: tuple[PromptImage, ...] = ()
+        if holders and spans is not None:
+            # the prompt's order of images, which may differ from the messages': tool results stand as their calls do
+            sources = self._encoding.render_conversation(request.conversation).image_sources
+            ids, found = _with_spans(ids, self.tokenizer.special_ids["image"], sources, spans)
         parsing, wanted = request.parsing_options, request.inference_options.output_constraint
         return Prompt(
             ids=tuple(ids),
@@ -109,7 +139,36 @@ class ChatEncoder:
             start=_start(parsing),
             constraint=None if wanted is None else Constraint(wanted.kind, wanted.schema),
             request=request,
+            images=found,
         )
+
+
+def _with_spans(
+    ids: Sequence[int], image_id: int, sources: Sequence[recipe.ImageSource], spans: Spans
+) -> tuple[list[int], tuple[PromptImage, ...]]:
+    """Ids with one image id for each source -> ids with a span for each, and where they stand."""
+    places = [i for i, id in enumerate(ids) if id == image_id]
+    assert len(places) == len(sources), f"{len(places)} image ids for {len(sources)} images"
+    longer: list[int] = []
+    found: list[PromptImage] = []
+    seen: Counter[str] = Counter()
+    pixels = done = 0
+    for place, source in zip(places, sources, strict=True):
+        message = source.path.removeprefix(".")
+        seen[message] += 1
+        where = f"{message}, image {seen[message]}"
+        data = images.from_data_url(source.data_url or "", where)
+        picture = images.open_lazily(data, where)
+        pixels += picture.width * picture.height
+        if pixels > images.MAX_PIXELS:
+            raise ImageTooLarge(f"{where} brings the images to {pixels} pixels", f"{images.MAX_PIXELS} pixels in all")
+        longest = images.LOW_DETAIL_SIDE if source.detail == "low" else None
+        longer += ids[done:place]
+        tokens = spans(*images.scaled(picture.width, picture.height, longest))
+        found.append(PromptImage(len(longer), tokens, data, longest, where))
+        longer += [image_id] * tokens
+        done = place + 1
+    return [*longer, *ids[done:]], tuple(found)
 
 
 def _start(parsing: recipe.ParsingOptions) -> Start:

@@ -1,6 +1,8 @@
 """Prompt encoding against the facts of the conversation format. Expected texts are built from spellings, not copied."""
 
 import ast
+import base64
+import io
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -9,8 +11,9 @@ from typing import Any
 
 import deepseek_recipe
 import pytest
+from PIL import Image
 
-from benthic.errors import BadField, BadMessages
+from benthic.errors import BadField, BadImage, BadMessages, ImageNotFetched, ImageTooLarge, TooManyImages
 from benthic.testing.tokenizers import build_tokenizer
 from benthic.text import prompt as prompt_module
 from benthic.text import reply as reply_module
@@ -277,6 +280,179 @@ def test_bad_options(encoder: ChatEncoder) -> None:
             encoder.encode([user("x")], **options)
 
 
+# Images
+
+IMAGE = SPECIALS["image"].spelling
+
+
+def png(width: int, height: int, colour: tuple[int, int, int] = (9, 8, 7)) -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (width, height), colour).save(out, "PNG")
+    return out.getvalue()
+
+
+def image(data: bytes, **more: Any) -> dict[str, Any]:
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    return {"type": "image_url", "image_url": {"url": url, **more}}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def area(width: int, height: int) -> int:
+    """Tokens of a span that give its size away."""
+    return width * 10 + height
+
+
+def spans_of(tokenizer: Tokenizer, prompt: Prompt) -> list[tuple[int, int]]:
+    """Where runs of the image id stand, as (first, length); spans that touch are one run."""
+    ids = [id == tokenizer.special_ids["image"] for id in prompt.ids]
+    starts = [i for i, here in enumerate(ids) if here and (i == 0 or not ids[i - 1])]
+    return [(i, next((j for j in range(i, len(ids)) if not ids[j]), len(ids)) - i) for i in starts]
+
+
+def test_an_image_becomes_its_span(encoder: ChatEncoder, tokenizer: Tokenizer) -> None:
+    small, wide = png(3, 2), png(5, 4)
+    prompt = encoder.encode(
+        [{"role": "user", "content": [text("a"), image(small), text("b"), image(wide)]}], spans=area
+    )
+    assert [(i.first, i.tokens) for i in prompt.images] == spans_of(tokenizer, prompt)
+    assert [i.tokens for i in prompt.images] == [32, 54]
+    assert [i.source for i in prompt.images] == [small, wide]
+    first, second = IMAGE * 32, IMAGE * 54
+    assert text_of(tokenizer, prompt) == f"{B}{U}a\n\n{first}\n\nb\n\n{second}{A}{DONE}"
+
+
+def test_text_around_an_image_is_encoded_as_without_it(encoder: ChatEncoder, tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": [text("Look!"), image(png(3, 2)), text("What is it?")]}]
+    prompt = encoder.encode(messages, spans=lambda width, height: 1)
+    request = deepseek_recipe.ChatCompletionRequest(
+        {"model": "DeepSeek-V4.1-Flash", "messages": messages, "thinking": {"type": "disabled"}}
+    ).convert(deepseek_recipe.ConversionOptions())
+    encoding = deepseek_recipe.DeepseekV41Encoding().with_tokenizer(encoder.recipe_tokenizer)
+    assert list(prompt.ids) == encoding.encode(request.conversation)
+
+
+def test_images_in_every_role_that_may_hold_one(encoder: ChatEncoder, tokenizer: Tokenizer) -> None:
+    """Tool results stand in the order of the calls, so their images do too."""
+    messages = [
+        {"role": "system", "content": [text("s"), image(png(1, 1))]},
+        {"role": "user", "content": [image(png(1, 2))]},
+        assistant("", tool_calls=[call("{}", id="c1"), call("{}", id="c2")]),
+        {"role": "tool", "tool_call_id": "c2", "content": [text("two"), image(png(1, 4))]},
+        {"role": "tool", "tool_call_id": "c1", "content": [image(png(1, 3)), text("one")]},
+    ]
+    prompt = encoder.encode(messages, spans=area, tools=[TOOL])
+    assert [i.tokens for i in prompt.images] == [11, 12, 13, 14]
+    assert [(i.first, i.tokens) for i in prompt.images] == spans_of(tokenizer, prompt)
+    assert [i.where for i in prompt.images] == [f"messages[{n}], image 1" for n in (0, 1, 4, 3)]
+
+
+def test_an_earlier_turn_keeps_its_image(encoder: ChatEncoder, tokenizer: Tokenizer) -> None:
+    turns = [{"role": "user", "content": [image(png(2, 2)), text("?")]}, assistant("a box")]
+    first, later = encoder.encode(turns[:1], spans=area), encoder.encode([*turns, user("sure?")], spans=area)
+    assert later.ids[: len(first.ids)] == first.ids
+    assert later.images == first.images
+
+
+def test_spans_that_touch(encoder: ChatEncoder, tokenizer: Tokenizer) -> None:
+    turn = {"role": "tool", "tool_call_id": "c1", "content": [image(png(1, 1)), image(png(1, 1))]}
+    prompt = encoder.encode([user("x"), assistant("", tool_calls=[call("{}")]), turn], spans=area)
+    (one, two), ids = prompt.images, tokenizer.special_ids["image"]
+    assert two.first >= one.first + one.tokens
+    assert [i for i, id in enumerate(prompt.ids) if id == ids] == [
+        *range(one.first, one.first + 11),
+        *range(two.first, two.first + 11),
+    ]
+
+
+def test_low_detail_is_a_smaller_picture(encoder: ChatEncoder) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def spans(width: int, height: int) -> int:
+        asked.append((width, height))
+        return 5
+
+    content = [image(png(1024, 300), detail=detail) for detail in ("low", "high", "auto", "original")]
+    content += [
+        image(png(300, 2000), detail="low"),
+        image(png(512, 9), detail="low"),
+        image(png(3000, 1), detail="low"),
+    ]
+    prompt = encoder.encode([{"role": "user", "content": content}], spans=spans)
+    assert asked == [(512, 150), *[(1024, 300)] * 3, (77, 512), (512, 9), (512, 1)]
+    assert [i.longest for i in prompt.images] == [512, None, None, None, 512, 512, 512]
+
+
+@pytest.mark.parametrize("words", [IMAGE, f"{IMAGE} {IMAGE}", f"a{IMAGE}b"])
+def test_text_that_spells_the_image_token_is_no_span(encoder: ChatEncoder, tokenizer: Tokenizer, words: str) -> None:
+    messages, options = everywhere(words)
+    messages[1] = {"role": "user", "content": [text(words), image(png(2, 1)), text(words), image(png(2, 2))]}
+    prompt = encoder.encode(messages, **options, spans=area)
+    assert [i.tokens for i in prompt.images] == [21, 22]
+    assert [(i.first, i.tokens) for i in prompt.images] == spans_of(tokenizer, prompt)
+    assert prompt.ids.count(tokenizer.special_ids["image"]) == 43
+    before = tokenizer.decode(prompt.ids[: prompt.images[0].first])
+    assert before.endswith(f"{words}\n\n"), "the text stands where it was written"
+
+
+def part(url: str) -> list[dict[str, Any]]:
+    return [user("x"), {"role": "user", "content": [text("y"), {"type": "image_url", "image_url": {"url": url}}]}]
+
+
+@pytest.mark.parametrize("url", ["http://a/b.png", "https://a/b.png", "file:///etc/passwd", "FTP://a", "b.png", ""])
+def test_nothing_is_fetched(encoder: ChatEncoder, url: str) -> None:
+    with pytest.raises(ImageNotFetched, match=r"messages\[1\], image 1 is .*nothing is fetched here"):
+        encoder.encode(part(url), spans=area)
+
+
+def test_too_many_images(encoder: ChatEncoder) -> None:
+    messages = [{"role": "user", "content": [image(png(1, 1))] * 300}, assistant("a")]
+    messages.append({"role": "user", "content": [image(png(1, 1))] * 301})
+    with pytest.raises(TooManyImages, match=r"messages\[2\], image 301 .* at most 600"):
+        encoder.encode(messages, spans=area)
+    messages[2]["content"].pop()
+    assert len(encoder.encode(messages, spans=area).images) == 600
+
+
+def test_images_that_are_too_much_together(encoder: ChatEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benthic.text.images.MAX_PIXELS", 100)
+    turn = {"role": "user", "content": [image(png(5, 10)), image(png(5, 10)), image(png(1, 1))]}
+    with pytest.raises(ImageTooLarge, match=r"messages\[0\], image 3 .*101 pixels.*at most 100 pixels in all"):
+        encoder.encode([turn], spans=area)
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("data:image/png;base64,", "0 bytes"),
+        ("data:image/png;base64,AAAA", "none of PNG, JPEG, GIF or WebP"),
+        ("data:image/png;base64," + base64.b64encode(png(9, 9)[:20]).decode(), "is the file whole"),
+    ],
+)
+def test_a_bad_image_is_named_by_its_place(encoder: ChatEncoder, url: str, says: str) -> None:
+    with pytest.raises(BadImage, match=rf"messages\[1\], image 1 .*{says}"):
+        encoder.encode(part(url), spans=area)
+
+
+@pytest.mark.parametrize("url", ["data:image/png;base64,!!", "data:image/png,AA", "data:text/plain;base64,AAAA"])
+def test_a_data_url_that_the_package_refuses(encoder: ChatEncoder, url: str) -> None:
+    with pytest.raises(BadMessages, match=r"messages\[1\]"):
+        encoder.encode(part(url), spans=area)
+
+
+def test_an_answer_holds_no_image(encoder: ChatEncoder) -> None:
+    with pytest.raises(BadMessages, match="assistant"):
+        encoder.encode([user("x"), {"role": "assistant", "content": [image(png(1, 1))]}], spans=area)
+
+
+def test_without_images_spans_change_nothing(encoder: ChatEncoder) -> None:
+    plain = encoder.encode([user("x")])
+    assert plain.images == ()
+    assert encoder.encode([user("x")], spans=area).ids == plain.ids
+
+
 # The package
 
 
@@ -306,6 +482,12 @@ CONTRACT: Mapping[str, Callable[[], object]] = {
     "ChatCompletionRequest": lambda: deepseek_recipe.ChatCompletionRequest.convert,
     "ChatCompletionRequest.chunk_generator": lambda: deepseek_recipe.ChatCompletionRequest.chunk_generator,
     "ConversionOptions": lambda: deepseek_recipe.ConversionOptions(),
+    "ImageSource": lambda: (
+        deepseek_recipe.ImageSource.path,
+        deepseek_recipe.ImageSource.detail,
+        deepseek_recipe.ImageSource.data_url,
+        deepseek_recipe.DeepseekV41Encoding.render_conversation,
+    ),
     "ConversionError": lambda: deepseek_recipe.ConversionError,
     "ParsingOptions": lambda: (
         deepseek_recipe.ParsingOptions().starts_in_tool_calls,
