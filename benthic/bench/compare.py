@@ -48,7 +48,7 @@ from benthic.models.weights import Checkpoint
 from benthic.testing.tolerances import TOLERANCES, excess
 from benthic.text.prompt import ChatEncoder
 from benthic.text.tokenizer import Tokenizer
-from benthic.types import NUMERICS, Chunk, Draw, SamplingParams, StepPlan
+from benthic.types import NUMERICS, Chunk, Draw, Numerics, SamplingParams, StepPlan
 
 LOGITS = 1e-4  # most absolute difference of logits without quantisers
 LAYER = 2.0**-8  # most median relative difference of a layer's streams where activations are bfloat16
@@ -107,11 +107,49 @@ class Side:
 
     def __init__(self, checkpoint: Checkpoint, numerics: str, where: Place, num_slots: int):
         self.where = where
-        with where(), packed_weights():  # both sides in the form a GPU has, so that ops get the same arguments
+        self.experts = Experts(numerics)
+        # both sides in the form a GPU has, so that ops get the same arguments
+        with where(), packed_weights(), self.experts.noted():
             self.model: DeepseekV41 = from_checkpoint(checkpoint, NUMERICS[numerics], where.device)
             self.storage = Storage(self.model.cache_spec, BLOCKS + 1, num_slots + 1, where.device)
             self.storage.history.fill_(-1)
         self.uploads = batches.Uploads(self.storage)
+
+
+class Experts:
+    """Expert weights of a model as they are in the file: what `moe_experts.prepare` makes of them fits one place."""
+
+    def __init__(self, numerics: str):
+        self.numerics = NUMERICS[numerics]
+        self._files: dict[int, tuple[Any, tuple[quant.Fp4Matrix, quant.Fp4Matrix]]] = {}  # id of a prepared w13
+        self._prepared: dict[tuple[int, str], tuple[Any, Any]] = {}
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Inside this block what is prepared is remembered by its result."""
+        real = moe_experts.prepare
+
+        def prepare(w13: quant.Fp4Matrix, w2: quant.Fp4Matrix, numerics: Numerics) -> tuple[Any, Any]:
+            prepared = real(w13, w2, numerics)
+            self._files[id(prepared[0])] = (prepared[0], (w13, w2))
+            return prepared
+
+        moe_experts.prepare = prepare
+        try:
+            yield
+        finally:
+            moe_experts.prepare = real
+
+    def at(self, where: Place, w13: Any, w2: Any) -> tuple[Any, Any]:
+        """The model's w13 and w2 as `where` reads them; plain values, which nothing prepares, as copies there."""
+        if id(w13) not in self._files:
+            return moved((w13, w2), where.device)
+        key = (id(w13), where.name)
+        if key not in self._prepared:
+            first, second = moved(self._files[id(w13)][1], where.device)
+            with where():
+                self._prepared[key] = moe_experts.prepare(first, second, self.numerics)
+        return self._prepared[key]
 
 
 def plans(prompts: Sequence[Sequence[int]], chunk: int, decode: int) -> list[StepPlan]:
@@ -223,7 +261,12 @@ def op_lines(checkpoint: Checkpoint, numerics: str, left: Place, right: Place, s
     functions = {name: getattr(module, name) for module, name in OPS}
 
     def see(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        mine, theirs = moved(args, left.device), moved(args, right.device)
+        if name == "experts":
+            mine, theirs = (
+                (*moved(args[:3], w.device), *side.experts.at(w, *args[3:5]), *args[5:]) for w in (left, right)
+            )
+        else:
+            mine, theirs = moved(args, left.device), moved(args, right.device)
         with left():
             want = functions[name](*mine, **options)
         with right():

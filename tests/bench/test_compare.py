@@ -11,7 +11,8 @@ from torch import Tensor
 from benthic.bench import compare
 from benthic.cli.main import main
 from benthic.errors import BadField, BenchError
-from benthic.kernels import backends, compress, kv_copy, norm
+from benthic.kernels import backends, compress, kv_copy, moe_experts, norm, quant
+from benthic.kernels.native import moe_experts as native
 from benthic.models.weights import Checkpoint
 from benthic.testing.checkpoints import make_tiny
 
@@ -32,6 +33,44 @@ def test_ops_of_native_and_reference_kernels(folder: Path, numerics: str) -> Non
     absent = {"roundtrip_fp8", "roundtrip_mxfp4"} if numerics == "float" else set()
     assert names == {name for _, name in compare.OPS} - absent, "every op of a step is there"
     assert all(line.passed for line in lines), lines
+
+
+def test_experts_that_one_place_prepares(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either side may have a form of its own, which the other cannot read."""
+
+    class Own:
+        def __init__(self, file: quant.Fp4Matrix):
+            self.file, self.shape = file, file.shape
+
+    seen: list[type] = []
+
+    def experts(x: Tensor, ids: Tensor, weights: Tensor, w13: Own, w2: Own, *rest: Any) -> Tensor:
+        seen.append(type(w13))
+        return moe_experts.experts_reference(x, ids, weights, w13.file, w2.file, *rest)
+
+    experts.__module__ = native.__name__  # where `prepare` is looked for
+    monkeypatch.setattr(native, "prepare", lambda w13, w2, numerics: (Own(w13), Own(w2)), raising=False)
+    monkeypatch.setattr(native, "experts", experts)
+    backends._load.cache_clear()
+    reads = moe_experts.experts_reference
+    forms: list[type] = []
+
+    def watched(x: Tensor, ids: Tensor, weights: Tensor, w13: Any, *rest: Any) -> Tensor:
+        forms.append(type(w13))
+        return reads(x, ids, weights, w13, *rest)
+
+    monkeypatch.setattr(moe_experts, "experts_reference", watched)
+    steps = compare.plans(PROMPTS[1:], 24, 1)
+    try:
+        for names in (("cpu", "cpu:reference"), ("cpu:reference", "cpu")):
+            left, right = map(compare.place, names)
+            lines = compare.op_lines(Checkpoint.open(folder), "production", left, right, steps)
+            assert all(line.passed for line in lines), lines
+            assert "experts" in {line.name for line in lines}
+    finally:
+        backends._load.cache_clear()
+    assert set(seen) == {Own}
+    assert set(forms) == {quant.Fp4Matrix}
 
 
 def test_layers_and_logits(folder: Path) -> None:
