@@ -78,6 +78,11 @@ class Runner:
         self._graphs: Graphs[Decided] | None = None
         self._back = _Back(storage.num_slots, storage.device)
 
+    @property
+    def captured(self) -> bool:
+        """Whether decode steps are replays, in which no Python of the model runs."""
+        return self._graphs is not None
+
     @torch.inference_mode()
     def capture(self, record: "Record[Decided] | None" = None) -> None:
         """Record the decode step for every size up to the number of slots. Raises NotCapturable."""

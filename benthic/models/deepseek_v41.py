@@ -335,9 +335,7 @@ class MoE(nn.Module):
 
     def forward(self, h: Tensor, images: Tensor | None) -> Tensor:
         """h [T, D] -> [T, D]."""
-        bias = self.bias
-        if images is not None and self.bias_vl is not None:
-            bias = torch.where(images[:, None], self.bias_vl, self.bias)  # [T, E]
+        bias = self.choice_bias(images)
         if self.numerics.quantise:
             router = (self.experts_per_token, self.normalise, self.routed_scale)
             gate, w13, w2, shared_w13, shared_w2 = self.weights
@@ -363,6 +361,12 @@ class MoE(nn.Module):
             numerics.one_scale,
         )  # [T, D] f32
         return (routed + self.shared(h8).float()).to(h.dtype)
+
+    def choice_bias(self, images: Tensor | None) -> Tensor:
+        """What moves the choice of experts and not their weight: [E], or [T, E] where the step holds images."""
+        if images is None or self.bias_vl is None:
+            return self.bias
+        return torch.where(images[:, None], self.bias_vl, self.bias)
 
     @cached_property
     def weights(self) -> tuple[Tensor, quant.Matrix, quant.Matrix, quant.Matrix, quant.Matrix]:
