@@ -4,7 +4,7 @@ An image is scaled and padded to a grid of patches, read by a bidirectional towe
 width, and placed in the prompt as one span: START, rows of IMAGE and a NEWLINE each, END. Every position of the span
 carries `image_token_id`.
 
-n patches (gh x gw), d merge factor, D text width, C tower width.
+P images, n patches (gh x gw), d merge factor, D text width, C tower width.
 """
 
 import math
@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 
@@ -85,6 +86,17 @@ def geometry(width: int, height: int, config: VisionConfig) -> Geometry:
 
 def patches(image: Image.Image, config: VisionConfig) -> tuple[Tensor, Geometry]:
     """An image -> bf16 [n, 3 patch^2] in -1..1, row-major over the grid; each row flattens channel, row, column."""
+    pixels, geo = pixel_patches(image, config)
+    return scaled(torch.from_numpy(pixels)), geo
+
+
+def scaled(pixels: Tensor) -> Tensor:
+    """Bytes of pixels -> what the tower reads, bf16 in -1..1."""
+    return ((pixels.float() / 255 - 0.5) / 0.5).to(torch.bfloat16)
+
+
+def pixel_patches(image: Image.Image, config: VisionConfig) -> tuple[NDArray[np.uint8], Geometry]:
+    """`patches` as bytes, before they are scaled: [n, 3 patch^2]."""
     geo = geometry(image.width, image.height, config)
     canvas_size = (geo.canvas_width, geo.canvas_height)
     image = image.convert("RGB")
@@ -98,11 +110,27 @@ def patches(image: Image.Image, config: VisionConfig) -> tuple[Tensor, Geometry]
     canvas.paste(
         fitted, (round((geo.canvas_width - fitted.width) / 2), round((geo.canvas_height - fitted.height) / 2))
     )  # round() is half to even
-    pixels = torch.from_numpy(np.array(canvas)).permute(2, 0, 1)  # [3, height, width] uint8
-    values = (pixels.float() / 255 - 0.5) / 0.5
     size = config.patch_size
-    rows = values.unfold(1, size, size).unfold(2, size, size)  # [3, gh, gw, size, size]
-    return rows.permute(1, 2, 0, 3, 4).reshape(geo.grid_h * geo.grid_w, -1).to(torch.bfloat16), geo
+    grid = np.array(canvas).reshape(geo.grid_h, size, geo.grid_w, size, 3)
+    return np.ascontiguousarray(grid.transpose(0, 2, 4, 1, 3)).reshape(geo.grid_h * geo.grid_w, -1), geo
+
+
+class Places(NamedTuple):
+    """Where the patches of one image stand, and which of them make a cell.
+
+    at     [n, 2] f32, row and column in the grid
+    cells  [cells, d^2] int64, the patches of each cell, row by row; n where the grid has none
+    """
+
+    at: Tensor
+    cells: Tensor
+
+
+def places(grid_h: int, grid_w: int, merge: int) -> Places:
+    row, column = torch.meshgrid(torch.arange(grid_h), torch.arange(grid_w), indexing="ij")
+    number = F.pad(row * grid_w + column, (0, -grid_w % merge, 0, -grid_h % merge), value=grid_h * grid_w)
+    cells = number.unflatten(1, (-1, merge)).unflatten(0, (-1, merge)).transpose(1, 2)  # [cells_h, cells_w, d, d]
+    return Places(torch.stack([row, column], -1).flatten(0, 1).float(), cells.reshape(-1, merge * merge))
 
 
 class Affine(nn.Module):
@@ -138,12 +166,12 @@ class Block(nn.Module):
         self.w1 = Affine(width, 2 * config.intermediate_size, numerics, bias=False)
         self.w2 = Affine(config.intermediate_size, width, numerics, bias=False)
 
-    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        """x [n, C]; angles [n, head width / 2] f32."""
-        y = self.wqkv(norm.rms_norm(x, self.norm1, NORM_EPS)).unflatten(-1, (3, self.heads, -1))  # [n, 3, heads, w]
-        q, k, v = (part.transpose(0, 1) for part in y.unbind(1))  # [heads, n, w]
-        o = F.scaled_dot_product_attention(rotate_half(q, angles), rotate_half(k, angles), v)
-        x = x + self.wo(o.transpose(0, 1).flatten(1))
+    def forward(self, x: Tensor, angles: Tensor, real: Tensor | None) -> Tensor:
+        """x [P, n, C]; angles [P, 1, n, head width / 2] f32; real [P, 1, 1, n] bool, the patches that are there."""
+        y = self.wqkv(norm.rms_norm(x, self.norm1, NORM_EPS)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = (part.transpose(1, 2) for part in y.unbind(2))  # [P, heads, n, w]
+        o = F.scaled_dot_product_attention(rotate_half(q, angles), rotate_half(k, angles), v, attn_mask=real)
+        x = x + self.wo(o.transpose(1, 2).flatten(2))
         gate, up = self.w1(norm.rms_norm(x, self.norm2, NORM_EPS)).float().chunk(2, dim=-1)
         return x + self.w2((F.silu(gate) * up).to(x.dtype))
 
@@ -157,7 +185,7 @@ class Block(nn.Module):
 
 
 def rotate_half(x: Tensor, angles: Tensor) -> Tensor:
-    """Channel c pairs with c + w/2. x [heads, n, w], angles [n, w/2] f32; float32 inside, rounded once."""
+    """Channel c pairs with c + w/2. x [..., n, w], angles [..., n, w/2] f32; float32 inside, rounded once."""
     a, b = x.float().chunk(2, dim=-1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
@@ -184,29 +212,36 @@ class VisionTower(nn.Module):
         axis = vision.hidden_size // vision.num_attention_heads // 2  # rotated pairs, half by row, half by column
         self.register_buffer("freqs", rope.rope_frequencies(axis, vision.rope_theta), persistent=False)
 
-    def features(self, rows: Tensor, grid_h: int, grid_w: int) -> Tensor:
-        """Patches [n, 3 patch^2] -> [n, C] after the last norm."""
-        row = torch.arange(grid_h, device=rows.device).repeat_interleave(grid_w).float()[:, None]
-        column = torch.arange(grid_w, device=rows.device).repeat(grid_h).float()[:, None]
-        angles = torch.cat([row * self.freqs, column * self.freqs], dim=-1)  # [n, head width / 2]
+    def features(self, rows: Tensor, at: Tensor, real: Tensor | None = None) -> Tensor:
+        """Patches [P, n, 3 patch^2] of P images, at [P, n, 2] f32 -> [P, n, C] after the last norm.
+
+        real  [P, n] bool: the patches that are there, where images of several sizes stand side by side; None: all.
+        """
+        angles = (at.unsqueeze(-1) * self.freqs).flatten(-2).unsqueeze(1)  # [P, 1, n, head width / 2]
+        mask = None if real is None else real[:, None, None]
         x = self.patch_embed(rows.to(activation_dtype(self.numerics)))
         for block in self.blocks:
-            x = block(x, angles)
+            x = block(x, angles, mask)
         return norm.rms_norm(x, self.norm, NORM_EPS)
 
-    def align(self, features: Tensor, grid_h: int, grid_w: int) -> Tensor:
-        """[n, C] -> [cells, D]: zero-pad to whole cells, merge channel-major, two linears with exact GELU between."""
-        d = self.config.downsample_ratio
-        x = features.unflatten(0, (grid_h, grid_w))
-        x = F.pad(x, (0, 0, 0, -grid_w % d, 0, -grid_h % d))  # [cells_h d, cells_w d, C]
-        x = x.unflatten(1, (-1, d)).unflatten(0, (-1, d))  # [cells_h, d, cells_w, d, C]
-        x = x.permute(0, 2, 4, 1, 3).flatten(2).flatten(0, 1)  # [cells, C d d]
+    def align(self, features: Tensor, cells: Tensor) -> Tensor:
+        """[P, n, C], cells [P, c, d^2] -> [P, c, D]: merge channel-major, two linears with exact GELU between.
+
+        A cell's place number n is outside of the grid, and counts as zero.
+        """
+        images, _, width = features.shape
+        padded = F.pad(features, (0, 0, 0, 1))  # [P, n + 1, C]
+        x = padded.gather(1, cells.flatten(1).unsqueeze(-1).expand(-1, -1, width))
+        x = x.view(images, *cells.shape[1:], width).transpose(2, 3).flatten(2)  # [P, c, C d^2]
         return self.aligner_w2(F.gelu(self.aligner_w1(x).float()).to(x.dtype))
 
     def forward(self, rows: Tensor, geo: Geometry) -> Tensor:
         """Patches of one image -> [tokens, D], the embedding of its whole span."""
-        cells = self.align(self.features(rows, geo.grid_h, geo.grid_w), geo.grid_h, geo.grid_w)
-        lines = cells.unflatten(0, (geo.cells_h, geo.cells_w))  # [cells_h, cells_w, D]
+        at, cells = (
+            part.to(rows.device)[None] for part in places(geo.grid_h, geo.grid_w, self.config.downsample_ratio)
+        )
+        merged = self.align(self.features(rows[None], at), cells)[0]
+        lines = merged.unflatten(0, (geo.cells_h, geo.cells_w))  # [cells_h, cells_w, D]
         ends = self.newline.expand(geo.cells_h, 1, -1)
         body = torch.cat([lines, ends], dim=1).flatten(0, 1)
         return torch.cat([self.start[None], body, self.end[None]])

@@ -11,7 +11,7 @@ from PIL import Image
 
 from benthic.errors import BadImage
 from benthic.models.deepseek_v41_config import ModelConfig, VisionConfig
-from benthic.models.deepseek_v41_vision import VisionTower, geometry, patches
+from benthic.models.deepseek_v41_vision import VisionTower, geometry, patches, pixel_patches, places, scaled
 from benthic.models.weights import Checkpoint
 from benthic.testing.checkpoints import config_path, make_tiny
 from benthic.types import NUMERICS
@@ -74,6 +74,9 @@ def test_patches_are_scaled_padded_and_cut_row_major(size: tuple[int, int]) -> N
     want = torch.from_numpy(slow_patches(whole, 14)).to(torch.bfloat16)
     assert rows.shape == (geo.grid_h * geo.grid_w, 588)
     assert torch.equal(rows, want)
+    pixels, same = pixel_patches(image, config)
+    assert (pixels.dtype, same) == (np.uint8, geo)
+    assert torch.equal(scaled(torch.from_numpy(pixels)), rows)
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +93,33 @@ def test_tower_and_aligner_equal_the_slow_ones(folder: Path, grid: tuple[int, in
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(height * width, 588, generator=generator)
     with torch.no_grad():
-        features = tower.features(rows, height, width)
-        cells = tower.align(features, height, width)
+        at, cells = (part[None] for part in places(height, width, 3))
+        features = tower.features(rows[None], at)
+        cells = tower.align(features, cells)[0]
     slow = SlowVision(folder)
     want = slow.tower(rows.double().numpy(), height, width)
-    assert np.abs(features.numpy() - want).max() < 1e-4
+    assert np.abs(features[0].numpy() - want).max() < 1e-4
     assert np.abs(cells.numpy() - slow.align(want, height, width)).max() < 1e-4
+
+
+def test_images_of_several_sizes_side_by_side_are_each_what_they_are_alone(folder: Path) -> None:
+    checkpoint = Checkpoint.open(folder)
+    tower = VisionTower(checkpoint.config, NUMERICS["float"])
+    tower.load(checkpoint)
+    grids = [(6, 9), (3, 3), (7, 4), (1, 1)]
+    generator = torch.Generator().manual_seed(2)
+    each = [(torch.randn(h * w, 588, generator=generator), *places(h, w, 3)) for h, w in grids]
+    most, cells = 56, max(len(c) for *_, c in each)
+    rows, at = torch.full((4, most, 588), 3.0), torch.full((4, most, 2), 5.0)  # what fills up must not matter
+    real, merged = torch.zeros(4, most, dtype=torch.bool), torch.full((4, cells, 9), most)
+    for i, (x, where, of) in enumerate(each):
+        rows[i, : len(x)], at[i, : len(x)], real[i, : len(x)] = x, where, True
+        merged[i, : len(of)] = torch.where(of == len(x), most, of)
+    with torch.no_grad():
+        together = tower.align(tower.features(rows, at, real), merged)
+        for i, (x, where, of) in enumerate(each):
+            alone = tower.align(tower.features(x[None], where[None]), of[None])[0]
+            torch.testing.assert_close(together[i, : len(of)], alone, atol=1e-5, rtol=1e-5)
 
 
 def test_span_has_delimiters_and_newlines(folder: Path) -> None:

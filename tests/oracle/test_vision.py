@@ -11,7 +11,7 @@ import torch
 from PIL import Image, ImageOps
 
 from benthic.models.deepseek_v41_config import ModelConfig
-from benthic.models.deepseek_v41_vision import Geometry, VisionTower, geometry, patches
+from benthic.models.deepseek_v41_vision import Geometry, VisionTower, geometry, patches, places
 from benthic.types import NUMERICS
 from tests.oracle import slow_vision
 from tests.oracle.package import Source
@@ -85,10 +85,11 @@ def test_tower_and_aligner(grid: tuple[int, int], checkpoint: Callable[[str], Pa
     cells_h, cells_w = -(-rows // 3), -(-columns // 3)
     geo = Geometry(0, 0, columns * 14, rows * 14, rows, columns, cells_h, cells_w, cells_h * (cells_w + 1) + 2)
     with torch.inference_mode():
-        got_features = tower.features(torch.from_numpy(x), rows, columns)
-        got_cells = tower.align(got_features, rows, columns)
+        at, merged = (part[None] for part in places(rows, columns, 3))
+        got_features = tower.features(torch.from_numpy(x)[None], at)
+        got_cells = tower.align(got_features, merged)[0]
         got = tower(torch.from_numpy(x), geo)
-    assert np.abs(got_features.double().numpy() - features).max() <= 1e-4
+    assert np.abs(got_features[0].double().numpy() - features).max() <= 1e-4
     assert np.abs(got_cells.double().numpy() - cells).max() <= 1e-4
     want = slow.span(cells, cells_w, cells_h)
     assert got.shape == want.shape == (geo.tokens, 256)
