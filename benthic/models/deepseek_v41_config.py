@@ -130,6 +130,17 @@ def _integers(low: int, high: int | None = None, *, rising: bool = False) -> _Ki
     return _Kind(f"{want}, rising" if rising else want, parse)
 
 
+def _numbers(low: float, *, above: bool = False) -> _Kind:
+    one = _number(low, above=above)
+
+    def parse(value: object) -> tuple[float, ...]:
+        if not isinstance(value, list | tuple):
+            raise _Reject
+        return tuple(one.parse(v) for v in cast("list[object]", value))
+
+    return _Kind(f"a list, each entry {one.want}", parse)
+
+
 def _key(kind: _Kind, default: object = MISSING) -> Any:
     """A field read from the key of its name. A default makes the key optional."""
     meta = {"kind": kind}
@@ -261,6 +272,8 @@ class TextConfig:
     dspark_markov_rank: int = _key(_integer(1), 256)
     dspark_n_routed_experts: int = _key(_integer(1), 128)
     dspark_num_experts_per_tok: int = _key(_integer(1), 3)
+    # what the confidence of each slot is divided by before the sigmoid; not in the release; empty: 1
+    dspark_confidence_temperatures: tuple[float, ...] = _key(_numbers(0, above=True), ())
 
     @property
     def split(self) -> int:
@@ -385,7 +398,7 @@ def _check_present(t: TextConfig, data: Mapping[str, object], where: str) -> Non
     on = ("dspark_",) if t.num_nextn_predict_layers else ()
     on += ("candidate_topk_blocks", "candidate_block_size") if t.candidate_source is not None else ()
     for f in fields(t):
-        optional = f.name == "dspark_target_attn_input"
+        optional = f.name in ("dspark_target_attn_input", "dspark_confidence_temperatures")
         if f.name.startswith(on) and f.name not in data and not optional:
             raise MissingConfigKey(f"text_config.{f.name}", f.metadata["kind"].want, where)
 
@@ -434,6 +447,12 @@ def _check(config: ModelConfig, where: str) -> None:
         )
         limit = t.dspark_n_routed_experts
         need_text(t.dspark_num_experts_per_tok <= limit, "dspark_num_experts_per_tok", f"at most {limit}")
+        block = t.dspark_block_size
+        need_text(
+            len(t.dspark_confidence_temperatures) in (0, block),
+            "dspark_confidence_temperatures",
+            f"{block} entries, one a slot of the block, or none",
+        )
 
     engram = t.engram_layer_ids
     need_text(

@@ -8,18 +8,21 @@ context rows and to the whole block, and a low-rank Markov head corrects each sl
 N drafted requests, W context rows at most, B block length, D hidden width, V vocabulary, M Markov rank.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
+from benthic.errors import BadConfigKey
 from benthic.kernels import hyper, kv_copy
 from benthic.kernels.attn_sparse import sink_attention
 from benthic.models.base import Batch, LayerMemory, Selection
 from benthic.models.deepseek_v41 import DeepseekV41, Layer
-from benthic.models.deepseek_v41_config import ModelConfig, draft_plan
+from benthic.models.deepseek_v41_config import ModelConfig, draft_plan, tensors
+from benthic.models.loading import staged
 from benthic.models.modules import Embedding, Linear, RMSNorm, Stack, TensorSource, product_grid
+from benthic.models.weights import Checkpoint
 from benthic.types import Numerics
 
 Choose = Callable[[Tensor, int], Tensor]
@@ -32,15 +35,22 @@ class Draft(NamedTuple):
     confidence: Tensor  # [N, B] f32 before the sigmoid: is this draft right, given that those before it are
 
 
+class BlockAttention(Protocol):
+    """What a stage needs of a `LayerMemory`: it has a window only, and a block leaves nothing behind."""
+
+    def attend(self, q: Tensor, kw: Tensor, selection: Selection | None, sink: Tensor) -> Tensor:
+        """q [N B, H, dh], kw [N B, dh] -> [N B, H, dh]; every block row sees the same context and the whole block."""
+        ...
+
+
 class BlockMemory:
-    """One stage's context rows, read by a block that leaves nothing behind. Window-only layers call `attend` alone."""
+    """One stage's context rows in its ring. Implements `BlockAttention`."""
 
     def __init__(self, ring: kv_copy.Ring, slots: Tensor, last: Tensor, window: int, block: int, round_probs: bool):
         self.ring, self.slots, self.last = ring, slots, last
         self.window, self.block, self.round_probs = window, block, round_probs
 
     def attend(self, q: Tensor, kw: Tensor, selection: Selection | None, sink: Tensor) -> Tensor:
-        """q [N B, H, dh], kw [N B, dh] -> [N B, H, dh]; every block row sees the same context and the whole block."""
         num, channels = self.last.shape[0], kw.shape[-1]
         at = self.last[:, None] + torch.arange(1 - self.window, 1, device=kw.device)  # [N, W] positions, oldest first
         context = kv_copy.read_ring(self.ring, self.slots[:, None].expand_as(at), at)  # [N, W, dh] f32
@@ -91,24 +101,14 @@ class DSpark(nn.Module):
         for ring, rows in zip(rings, self.context(taps, positions), strict=True):
             kv_copy.ring_write(ring, rows, slots, positions)
 
-    def draft(
-        self,
-        backbone: DeepseekV41,
-        rings: list[kv_copy.Ring],
-        slots: Tensor,
-        anchors: Tensor,
-        last: Tensor,
-        choose: Choose,
-        block: int | None = None,
-    ) -> Draft:
-        """Propose `block` tokens (default: the trained length) after each anchor.
+    def blocks(
+        self, backbone: DeepseekV41, anchors: Tensor, last: Tensor, memories: Sequence[BlockAttention], block: int
+    ) -> Tensor:
+        """What the stages make of [anchor, noise, ...] -> y [N, B, D], before the last norm.
 
-        slots [N] state slots; anchors [N] ids of the newest tokens, at position last + 1; last [N] the newest position
-        with a context row. choose is called once a slot, in order, so that sampling keys stay the caller's.
+        anchors [N] ids of the newest tokens, at position last + 1; last [N]; memories: one a stage.
         """
-        text, device = self.config, anchors.device
-        block = text.dspark_block_size if block is None else block
-        num = anchors.shape[0]
+        text, device, num = self.config, anchors.device, anchors.shape[0]
         ids = torch.full((num, block), text.dspark_noise_token_id, dtype=torch.int64, device=device)
         ids[:, 0] = anchors
         positions = last[:, None] + torch.arange(1, block + 1, device=device)  # [N, B]
@@ -128,21 +128,57 @@ class DSpark(nn.Module):
         pre = torch.zeros(s.shape[:2], dtype=torch.float32, device=device)
         pre[:, 0] = 1.0
         streams = hyper.Streams(s, pre)
-        for stage, ring in zip(self.stages, rings, strict=True):
-            memory = BlockMemory(ring, slots, last, text.sliding_window, block, self.numerics.round_probs)
+        for stage, memory in zip(self.stages, memories, strict=True):
             streams, _ = stage(streams, batch, cast("LayerMemory", memory), None)
-        y = hyper.hyper_collapse(hyper.settle(streams), streams.pre)  # [N B, D]
-        base = backbone.head(self.norm(y)).unflatten(0, (num, block))  # [N, B, V]
-        y = y.unflatten(0, (num, block))
+        return hyper.hyper_collapse(hyper.settle(streams), streams.pre).unflatten(0, (num, block))
+
+    def base(self, backbone: DeepseekV41, y: Tensor) -> Tensor:
+        """y [N, B, D] -> logits [N, B, V] f32, before the Markov correction."""
+        return backbone.head(self.norm(y.flatten(0, 1))).unflatten(0, y.shape[:2])
+
+    def correct(self, y: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+        """The Markov correction [M, V] f32 and the confidence [M] f32 of slots.
+
+        y [M, D] of the slots; previous [M] ids of the tokens before theirs.
+        """
+        markov = self.markov_embed(previous)  # [M, r]
+        return self.markov_head(markov), self.confidence(torch.cat([y, markov], dim=-1))[:, 0]
+
+    def draft(
+        self,
+        backbone: DeepseekV41,
+        rings: list[kv_copy.Ring],
+        slots: Tensor,
+        anchors: Tensor,
+        last: Tensor,
+        choose: Choose,
+        block: int | None = None,
+    ) -> Draft:
+        """Propose `block` tokens (default: the trained length) after each anchor.
+
+        slots [N] state slots; anchors [N] ids of the newest tokens, at position last + 1; last [N] the newest position
+        with a context row. choose is called once a slot, in order, so that sampling keys stay the caller's.
+        """
+        text = self.config
+        block = text.dspark_block_size if block is None else block
+        rounded = self.numerics.round_probs
+        memories = [BlockMemory(ring, slots, last, text.sliding_window, block, rounded) for ring in rings]
+        y = self.blocks(backbone, anchors, last, memories, block)
+        base = self.base(backbone, y)
         tokens, logits, confidence = [], [], []
         previous = anchors
         for i in range(block):
-            markov = self.markov_embed(previous)  # [N, M]
-            confidence.append(self.confidence(torch.cat([y[:, i], markov], dim=-1))[:, 0])
-            logits.append(base[:, i] + self.markov_head(markov))
+            correction, sure = self.correct(y[:, i], previous)
+            confidence.append(sure)
+            logits.append(base[:, i] + correction)
             previous = choose(logits[-1], i)
             tokens.append(previous)
         return Draft(torch.stack(tokens, 1), torch.stack(logits, 1), torch.stack(confidence, 1))
+
+    def probability(self, confidence: Tensor) -> Tensor:
+        """Confidence [N, B] as `draft` gives it -> f32 probability, by the temperatures of the config."""
+        temperatures = torch.tensor(self.config.dspark_confidence_temperatures or 1.0, device=confidence.device)
+        return torch.sigmoid((confidence / temperatures).clamp(-60, 60))
 
     def load(self, source: TensorSource) -> None:
         last = len(self.plan) - 1
@@ -154,3 +190,29 @@ class DSpark(nn.Module):
         self.markov_embed.load(source, f"mtp.{last}.markov_head.embed")
         self.markov_head.load(source, f"mtp.{last}.markov_head.head")
         self.confidence.load(source, f"mtp.{last}.confidence_head.proj")
+
+
+def from_checkpoint(
+    checkpoint: Checkpoint, numerics: Numerics, device: torch.device | str = "cpu", *, progress: Any = None
+) -> DSpark:
+    """The drafter of an opened checkpoint on `device`.
+
+    progress  has `update(bytes)`, called as tensors are taken; None: silent.
+    Raises    BadConfigKey when the checkpoint has no drafter.
+    """
+    config, device = checkpoint.config, torch.device(device)
+    if not config.text.num_nextn_predict_layers:
+        raise BadConfigKey("text_config.num_nextn_predict_layers", 0, "at least 1: this checkpoint has no drafter")
+    with device:
+        drafter = DSpark(config, numerics)
+    if device.type == "cuda":
+        with staged(checkpoint, device, drafter_names(config), progress) as source:
+            drafter.load(source)
+    else:
+        drafter.load(checkpoint)
+    return drafter.eval()
+
+
+def drafter_names(config: ModelConfig) -> list[str]:
+    """The official tensors that the drafter is loaded from, in inventory order."""
+    return [name for name, spec in tensors(config).items() if spec.group.startswith("dspark")]

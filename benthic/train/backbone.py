@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benthic.models.deepseek_v41 import DeepseekV41, Engram, HyperConnection, Indexer
-from benthic.models.deepseek_v41_config import ModelConfig, tensors
+from benthic.models.deepseek_v41_config import ModelConfig, TextConfig, tensors
 from benthic.models.modules import activation_dtype
 from benthic.train.kernels import TrainingKernels, lookup
 from benthic.types import Numerics
@@ -86,59 +86,63 @@ def _detached(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
 
 
-def set_numerics(model: DeepseekV41, numerics: Numerics) -> None:
+def set_numerics(model: nn.Module, numerics: Numerics) -> None:
     """Switch quantisers on or off in every module that has them."""
-    assert numerics.wide == model.numerics.wide, "the dtype of activations cannot change"
     for module in model.modules():
         if hasattr(module, "numerics"):
+            assert numerics.wide == module.numerics.wide, "the dtype of activations cannot change"  # type: ignore[union-attr]
             module.numerics = numerics  # type: ignore[assignment]
 
 
 def leaves(model: DeepseekV41) -> list[Leaf]:
-    """Every trained parameter. Stores follow the tensor inventory, rates the minnow specification, section 5.3."""
-    text = model.config.text
+    """Every trained parameter."""
+    named = [(name, value) for name, value in model.named_parameters() if value.requires_grad]
+    return [leaf(model.config, name, value, next(official_parts(name, value.detach()))[0]) for name, value in named]
+
+
+def leaf(config: ModelConfig, name: str, value: nn.Parameter, official: str) -> Leaf:
+    """Stores follow the tensor inventory, rates the minnow specification, section 5.3.
+
+    official: the name of the tensor, or of one of the tensors, that the parameter is stored as.
+    """
     stores: dict[str, Store] = {"F8_E4M3": "fp8", "I8": "fp4", "BF16": "bf16", "F32": "f32"}
-    specs = tensors(model.config)
-    out: list[Leaf] = []
-    for name, value in model.named_parameters():
-        if not value.requires_grad:
-            continue
-        spec = specs[next(official for official, _ in official_parts(name, value.detach()))]
-        store = stores[spec.dtype] if not name.endswith("engram.embed.weight") else "fp8_rows"
-        index = ".indexer." in name
-        matrix, rate = 0, 4e-3  # head, norms, mHC base and scale, Engram q and k
-        if name.endswith("embed.weight"):
-            rate = 6e-3
-        elif name.endswith(("ffn.gate.weight", ".fn", "weights_proj.weight")):
-            rate = 2e-3
-        elif name.endswith("attn_sink"):
-            rate = 8e-3
-        elif value.ndim >= 2 and not name.startswith("head") and not name.endswith(("q_weight", "k_weight")):
-            matrix = value.shape[-2]
-            if name.endswith("attn.wq_b.weight"):
-                matrix = text.head_dim
-            elif name.endswith("indexer.wq_b.weight"):
-                matrix = text.index_head_dim
-            elif name.endswith("wo_a.weight"):
-                matrix = text.o_lora_rank
-            elif name.endswith("w13") or name.endswith("shared_w13.weight"):
-                matrix = value.shape[-2] // 2
-            elif name.endswith("engram.wkv.weight"):
-                matrix = text.hidden_size
-        out.append(Leaf(name, value, store, matrix, rate, index))
-    return out
+    text = config.text
+    store = stores[tensors(config)[official].dtype] if not name.endswith("engram.embed.weight") else "fp8_rows"
+    matrix, rate = 0, 4e-3  # head, norms, mHC base and scale, Engram q and k
+    if name.endswith("embed.weight"):
+        rate = 6e-3
+    elif name.endswith(("ffn.gate.weight", ".fn", "weights_proj.weight", "confidence.weight")):
+        rate = 2e-3
+    elif name.endswith("attn_sink"):
+        rate = 8e-3
+    elif value.ndim >= 2 and not name.endswith(("head.weight", "q_weight", "k_weight")):
+        matrix = value.shape[-2]
+        if name.endswith("attn.wq_b.weight"):
+            matrix = text.head_dim
+        elif name.endswith("indexer.wq_b.weight"):
+            matrix = text.index_head_dim
+        elif name.endswith("wo_a.weight"):
+            matrix = text.o_lora_rank
+        elif name.endswith("w13") or name.endswith("shared_w13.weight"):
+            matrix = value.shape[-2] // 2
+        elif name.endswith("engram.wkv.weight"):
+            matrix = text.hidden_size
+    return Leaf(name, value, store, matrix, rate, ".indexer." in name)
 
 
 @torch.no_grad()
-def initialise(model: DeepseekV41, seed: int) -> None:
-    """Values of every parameter; the same for the same seed on every device."""
+def initialise(model: nn.Module, text: TextConfig, seed: int, first_sublayer: int = 0) -> None:
+    """Values of every parameter; the same for the same seed on every device.
+
+    model           the backbone, or layers that follow it; first_sublayer: how many sublayers there are before.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(parameter: nn.Parameter, std: float) -> None:
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
     zero = ("wo_b.weight", "ffn.w2", "shared_w2.weight", "head.weight", "wgate.weight", "attn_sink", "bias", "bias_vl")
-    streams = model.config.text.hc_mult
+    streams = text.hc_mult
     for name, parameter in model.named_parameters():
         if name.endswith(zero):
             parameter.zero_()
@@ -151,8 +155,9 @@ def initialise(model: DeepseekV41, seed: int) -> None:
         else:
             normal(parameter, parameter.shape[-1] ** -0.5)
         if name.endswith("engram.wkv.weight"):
-            parameter[streams * model.config.text.hidden_size :] = 0.0  # the value rows
-    for sublayer, module in enumerate(m for m in model.modules() if isinstance(m, HyperConnection)):
+            parameter[streams * text.hidden_size :] = 0.0  # the value rows
+    hyper = (m for m in model.modules() if isinstance(m, HyperConnection))
+    for sublayer, module in enumerate(hyper, first_sublayer):
         normal(module.fn, module.fn.shape[1] ** -0.5)
         module.scale.fill_(0.05)
         module.base.copy_(stream_bias(streams, sublayer))

@@ -195,7 +195,7 @@ class Trainer:
         self.config, self.ids, self.settings, self.device, self.plain = config, ids, settings, device, numerics
         self.kernels = TrainingKernels(device, settings.rows)
         self.model = backbone.build(config, classes, numerics, self.kernels)
-        backbone.initialise(self.model, settings.seed)
+        backbone.initialise(self.model, config.text, settings.seed)
         self.model.to(device)
         self.shapes = RowShapes(config, self.model.plan, settings.rows, settings.length, device, self.kernels)
         self.optimiser = Optimiser(backbone.leaves(self.model))

@@ -186,6 +186,7 @@ def test_absent_keys_have_their_defaults() -> None:
     assert text.hc_shifted
     assert text.use_fp4_sparse_kv
     assert text.dspark_target_attn_input
+    assert text.dspark_confidence_temperatures == ()
     assert text.index_k_source_layer_ids is None
     assert RELEASE.tokenizer_compatibility == "release"
 
@@ -277,6 +278,9 @@ BAD: list[tuple[str, Any, str]] = [
     (f"{T}.dspark_noise_token_id", 4096, "below vocab_size"),
     (f"{T}.dspark_target_layer_ids", [8, 9, 10], "below 10"),
     (f"{T}.dspark_target_layer_ids", [], "at least one"),
+    (f"{T}.dspark_confidence_temperatures", [1.0] * 4, "5 entries"),
+    (f"{T}.dspark_confidence_temperatures", [1, 1, 0, 1, 1], "> 0"),
+    (f"{T}.dspark_confidence_temperatures", 1.0, "a list"),
     (f"{T}.engram_layer_ids", [1, 6], "split at layer 6"),
     (f"{T}.engram_num_embeddings", [6568, 7465], "[6568, 7464]"),
     (f"{T}.engram_pad_token_id", 4096, "below vocab_size"),

@@ -1,5 +1,7 @@
 """The model files as a whole: every tensor has a reader, and how rows are cut into chunks changes nothing."""
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,13 +10,13 @@ from torch import Tensor
 
 from benthic.cache.storage import Storage
 from benthic.errors import BadConfigKey
-from benthic.models import deepseek_v41
+from benthic.models import deepseek_v41, deepseek_v41_dspark
 from benthic.models.base import Batch
-from benthic.models.deepseek_v41_config import cache_spec
+from benthic.models.deepseek_v41_config import ModelConfig, cache_spec
 from benthic.models.deepseek_v41_dspark import DSpark
 from benthic.models.deepseek_v41_vision import VisionTower
-from benthic.models.weights import Checkpoint
-from benthic.testing.checkpoints import make_tiny
+from benthic.models.weights import Checkpoint, write_checkpoint
+from benthic.testing.checkpoints import make_tiny, random_tensors, tiny_config
 from benthic.types import NUMERICS
 
 
@@ -139,3 +141,30 @@ def test_cache_spec_of_the_quantised_profiles_is_packed(checkpoint: Checkpoint) 
     assert packed == cache_spec(checkpoint.config, packed=True, drafter=False)
     # 128-wide latents and 128-wide keys: (72 + 68) bytes an entry in FP4, 1024 in float32; 2.0 entries a token
     assert (packed.bytes_per_token(), wide.bytes_per_token()) == (280, 2048)
+
+
+def test_the_drafter_is_opened_by_itself(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    opened = deepseek_v41_dspark.from_checkpoint(checkpoint, NUMERICS["float"])
+    want = DSpark(checkpoint.config, NUMERICS["float"])
+    reads = Reads(checkpoint)
+    want.load(reads)
+    assert reads.names == set(deepseek_v41_dspark.drafter_names(checkpoint.config))
+    for (name, got), (_, value) in zip(opened.named_parameters(), want.named_parameters(), strict=True):
+        assert torch.equal(got, value), name
+    data = tiny_config(num_nextn_predict_layers=0, compress_ratios=[0, 0, 2, 2, 2, 2, 1, 1, 1, 1])
+    config = ModelConfig.from_json(data)
+    write_checkpoint(tmp_path / "plain", data, random_tensors(config))
+    with pytest.raises(BadConfigKey, match="this checkpoint has no drafter"):
+        deepseek_v41_dspark.from_checkpoint(Checkpoint.open(tmp_path / "plain"), NUMERICS["float"])
+
+
+def test_confidence_is_divided_by_the_temperature_of_its_slot(checkpoint: Checkpoint) -> None:
+    logits = torch.tensor([[0.0, 2.0, -2.0, 1.0, 1e4]])
+    for temperatures in ((), (1.0, 2.0, 0.5, 4.0, 1.0)):
+        text = replace(checkpoint.config.text, dspark_confidence_temperatures=temperatures)
+        drafter = DSpark(replace(checkpoint.config, text=text), NUMERICS["float"])
+        want = [
+            1 / (1 + math.exp(-min(x / t, 60)))
+            for x, t in zip(logits[0].tolist(), temperatures or [1.0] * 5, strict=True)
+        ]
+        assert drafter.probability(logits)[0].tolist() == pytest.approx(want)
