@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,31 +20,14 @@ from benthic.bench.eval import read_documents
 from benthic.cache.storage import Storage
 from benthic.engine import batch as batches
 from benthic.engine.llm import LLM
-from benthic.errors import BadField, BenchError
-from benthic.kernels import (
-    attn_sparse,
-    backends,
-    compress,
-    engram,
-    fused,
-    gemm,
-    hyper,
-    indexer,
-    kv_copy,
-    moe_experts,
-    moe_gate,
-    norm,
-    quant,
-    rope,
-    rows,
-    swiglu,
-)
+from benthic.errors import BenchError
+from benthic.kernels import backends, hyper, moe_experts, quant
 from benthic.models.base import Batch
 from benthic.models.deepseek_v41 import DeepseekV41, from_checkpoint
 from benthic.models.modules import packed_weights
 from benthic.models.registry import model_dir
 from benthic.models.weights import Checkpoint
-from benthic.testing.tolerances import TOLERANCES, excess
+from benthic.testing.ops import Finding, Line, Place, findings, moved, moved_options, unit, watching
 from benthic.text.prompt import ChatEncoder
 from benthic.text.tokenizer import Tokenizer
 from benthic.types import NUMERICS, Chunk, Draw, Numerics, SamplingParams, StepPlan
@@ -53,50 +35,7 @@ from benthic.types import NUMERICS, Chunk, Draw, Numerics, SamplingParams, StepP
 LOGITS = 1e-4  # most absolute difference of logits without quantisers
 LAYER = 2.0**-8  # most median relative difference of a layer's streams where activations are bfloat16
 LAYER_FLOAT = 1e-5
-TIES = 0.01  # share of rows whose choice (experts, entries) may differ: near ties
 BLOCKS = 64  # of the pool, at least
-
-
-class Place(NamedTuple):
-    """Where one side runs."""
-
-    name: str
-    device: torch.device
-    reference: bool
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        with backends.reference() if self.reference else ExitStack(), torch.inference_mode():
-            yield
-
-
-def place(text: str) -> Place:
-    """`cuda`, `cpu:reference` -> where that is. Raises BadField."""
-    kind, _, kernels = text.partition(":")
-    reference = kernels == "reference"
-    try:
-        device = torch.device(kind if reference or not kernels else text)
-    except RuntimeError:
-        raise BadField("compare", text, "a device such as cpu, cuda or cuda:1, or one with :reference") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise BadField("compare", text, "a device that is here; torch sees no CUDA device")
-    return Place(text, device, reference)
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One finding. It passes when `error` is at most `bound`; a line without a bound only informs."""
-
-    level: str  # op, block, layer, logits, text
-    name: str
-    cases: int
-    error: float
-    bound: float | None
-    unit: str
-
-    @property
-    def passed(self) -> bool:
-        return self.bound is None or self.error <= self.bound
 
 
 # ---- one side --------------------------------------------------------------------------------------------------------
@@ -177,90 +116,15 @@ def plans(prompts: Sequence[Sequence[int]], chunk: int, decode: int) -> list[Ste
     return steps
 
 
-def moved(value: Any, device: torch.device) -> Any:
-    """The same structure with its tensors on `device`, copied even when they are there: ops write in place."""
-    if isinstance(value, Tensor):
-        return value.to(device, copy=True)
-    if isinstance(value, tuple):
-        parts = [moved(part, device) for part in cast("tuple[Any, ...]", value)]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    return value
-
-
 # ---- ops -------------------------------------------------------------------------------------------------------------
-
-OPS: tuple[tuple[ModuleType, str], ...] = (
-    (norm, "rms_norm"),
-    (rope, "rotate"),
-    (quant, "roundtrip_fp8"),
-    (quant, "roundtrip_mxfp4"),
-    (gemm, "linear"),
-    (gemm, "grouped_linear"),
-    (swiglu, "swiglu"),
-    (hyper, "hyper_mixes"),
-    (hyper, "hyper_collapse"),
-    (hyper, "hyper_expand"),
-    (engram, "ngram_ids"),
-    (engram, "ngram_rows"),
-    (engram, "table_rows"),
-    (engram, "engram_gate"),
-    (moe_gate, "route"),
-    (moe_experts, "experts"),
-    (rows, "group_records"),
-    (compress, "compress_store"),
-    (compress, "key_store"),
-    (kv_copy, "ring_write"),
-    (indexer, "select_records"),
-    (attn_sparse, "attend"),
-)
-
-
-@contextmanager
-def _watching(see: Callable[[str, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
-    """Inside this block `see` is told of every op of the model before it runs. Runs of ops are taken apart."""
-    inside = False  # an op that another one calls, or `see` itself, is not the model's
-
-    with fused.apart(), ExitStack() as undo:
-        for module, name in OPS:
-            real = getattr(module, name)
-
-            def told(*args: Any, _name: str = name, _real: Callable[..., Any] = real, **options: Any) -> Any:
-                nonlocal inside
-                if inside:
-                    return _real(*args, **options)
-                inside = True
-                try:
-                    see(_name, args, options)
-                    return _real(*args, **options)
-                finally:
-                    inside = False
-
-            setattr(module, name, told)
-            undo.callback(setattr, module, name, real)
-        yield
-
-
-def _copied(name: str, args: tuple[Any, ...]) -> Tensor | None:
-    """Where an op puts a copy of what it is given: every place has the same bytes there."""
-    if name == "ring_write":
-        return args[0].bytes
-    return args[2] if name == "compress_store" else None
-
-
-def _paged(name: str, args: tuple[Any, ...]) -> tuple[kv_copy.Paged, Tensor] | None:
-    """Where an op stores what it computes, and the records [T]."""
-    if name == "compress_store":
-        return args[8], args[9]
-    return (args[6], args[7]) if name == "key_store" else None
 
 
 def op_lines(checkpoint: Checkpoint, numerics: str, left: Place, right: Place, steps: Sequence[StepPlan]) -> list[Line]:
     """Each op on the inputs it has in a run of the left side: the left result against the right one."""
-    worst: dict[str, list[tuple[float, float]]] = {}
+    worst: dict[str, list[Finding]] = {}
     side = Side(checkpoint, numerics, left, max(len(step.chunks) for step in steps))
-    functions = {name: getattr(module, name) for module, name in OPS}
 
-    def see(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def around(name: str, op: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if name == "experts":
             mine, theirs = (
                 (*moved(args[:3], w.device), *side.experts.at(w, *args[3:5]), *args[5:]) for w in (left, right)
@@ -268,105 +132,19 @@ def op_lines(checkpoint: Checkpoint, numerics: str, left: Place, right: Place, s
         else:
             mine, theirs = moved(args, left.device), moved(args, right.device)
         with left():
-            want = functions[name](*mine, **options)
+            want = op(*mine, **options)
         with right():
-            got = functions[name](*theirs, **moved_options(options, right.device))
-        if (bytes_ := _copied(name, mine)) is not None:
-            other = _copied(name, theirs)
-            assert other is not None
-            live = slice(1, None)  # block and slot 0 hold padding rows, which nobody reads
-            # by value of the raw bytes: NaN patterns count too
-            differing = (bytes_.view(torch.uint8)[live] != other.cpu().view(torch.uint8)[live].to(left.device)).float()
-            worst.setdefault(f"{name}: bytes", []).append((float(differing.mean()), 0.0))
-        for found in (*_stored(name, mine, theirs), *_differences(name, args, want, got)):
-            worst.setdefault(found[0], []).append(found[1:])
+            got = op(*theirs, **moved_options(options, right.device))
+        for found in findings(name, args, mine, theirs, want, got):
+            worst.setdefault(found.name, []).append(found)
+        return op(*args, **options)
 
-    with left(), _watching(see):
+    with left(), watching(around):
         _run(side, steps)
     return [
-        Line("op", name, len(found), max(e for e, _ in found), max(b for _, b in found), _unit(name))
+        Line("op", name, len(found), max(f.error for f in found), max(f.bound for f in found), unit(name))
         for name, found in worst.items()
     ]
-
-
-def moved_options(options: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    return {key: moved(value, device) for key, value in options.items()}
-
-
-def _stored(name: str, mine: tuple[Any, ...], theirs: tuple[Any, ...]) -> Iterator[tuple[str, float, float]]:
-    """(line, error, bound) of the records that one call stored, read back: floats by value, packed ones by code."""
-    here, there = _paged(name, mine), _paged(name, theirs)
-    if here is None or there is None:
-        return
-    want, got = (kv_copy.read_records_reference(paged, ids[ids >= 0]).cpu() for paged, ids in (here, there))
-    if here[0].format == "f32":
-        yield f"{name}: records", excess("rotate", got, want.double(), _largest(want)), 4.0
-    else:
-        yield f"{name}: codes", _share(want != got), TIES
-
-
-def _unit(name: str) -> str:
-    if name.endswith("bytes"):
-        return "share of bytes that differ"
-    if name.endswith("codes"):
-        return "share of values with another code"
-    return "share of rows that choose otherwise" if name.endswith("choice") else "of the op's tolerance"
-
-
-def _differences(name: str, args: tuple[Any, ...], want: Any, got: Any) -> Iterator[tuple[str, float, float]]:
-    """(line, error, bound) of one call."""
-    if want is None:
-        return
-    got = moved(got, torch.device("cpu"))
-    want = moved(want, torch.device("cpu"))
-    if name == "route":
-        ids, weights = want
-        same = (ids == got[0]).all(dim=1)
-        yield "route: choice", _share(~same), TIES
-        yield "route", excess("route", got[1][same], weights[same]), 1.0
-    elif name == "select_records":
-        for which, a, b in zip(("entries", "candidates"), want, got, strict=True):
-            if a is not None:
-                a, b = a.sort(dim=1).values, b.sort(dim=1).values
-                yield f"select_records: {which}, choice", _share((a != b).any(dim=1)), TIES
-    elif name in ("ngram_ids", "ngram_rows", "roundtrip_fp8", "roundtrip_mxfp4", "table_rows"):
-        a, b = (t.float() if t.dtype == torch.bfloat16 else t for t in (want, got))
-        equal = (a == b) | ((a != a) & (b != b))
-        yield name, _share(~equal), 0.0
-    elif name == "group_records":
-        yield name, max(_share(a != b) for a, b in zip(want, got, strict=True)), 0.0
-    elif name == "compress_store":
-        ends = (args[9] >= 0).cpu()  # the other rows mean nothing
-        # on each side the pooled row rounds, then the normed one
-        yield name, excess("rotate", got[ends], want[ends].double(), _largest(want[ends])), 4.0
-    else:
-        pairs = list(zip(want, got, strict=True)) if isinstance(want, tuple) else [(want, got)]
-        rule, scale = _rule(name, args)
-        for a, b in pairs:
-            size = _largest(a) if scale is None else scale.cpu()
-            yield name, excess(rule, b, a.double(), size), 2.0  # each side may be one tolerance from the exact value
-
-
-def _rule(name: str, args: tuple[Any, ...]) -> tuple[str, Tensor | None]:
-    """The tolerance that holds, and the size of what was summed; None: the largest of the row."""
-    if name in ("linear", "grouped_linear"):
-        x, weight = args[0].float().abs(), quant.values(args[1]).float()
-        size = x @ weight.abs().mT if name == "linear" else torch.einsum("tgk,gnk->tgn", x, weight.abs())
-        return "linear", size.double()
-    if name == "experts":
-        return ("experts_rounded" if args[6] else "experts"), None
-    if name == "attend":
-        return ("sink_attention_rounded" if args[9] else "sink_attention"), None
-    return (name if name in TOLERANCES else "linear"), None
-
-
-def _largest(x: Tensor) -> Tensor:
-    """[..., 1] float64: the largest size in each row."""
-    return x.double().abs().amax(dim=-1, keepdim=True).clamp(min=1e-30)
-
-
-def _share(mask: Tensor) -> float:
-    return float(mask.float().mean()) if mask.numel() else 0.0
 
 
 def _run(side: Side, steps: Sequence[StepPlan]) -> None:

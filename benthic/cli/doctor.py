@@ -83,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace, settings: config.Config) -> int:
     from benthic.bench import compare
+    from benthic.testing.ops import place
 
     names = args.compare.split(",")
     if len(names) != 2:
@@ -91,7 +92,7 @@ def _compare(args: argparse.Namespace, settings: config.Config) -> int:
     for name in profiles:
         if name not in NUMERICS:
             raise BadField("profiles", name, f"one of {', '.join(NUMERICS)}")
-    left, right = map(compare.place, names)
+    left, right = map(place, names)
     model = args.target or settings.model
     documents = [] if args.data is None else compare.prompts_of(model, args.data, args.prompts)
     found = compare.compare(

@@ -14,6 +14,7 @@ from benthic.errors import BadField, BenchError
 from benthic.kernels import backends, compress, kv_copy, moe_experts, norm, quant
 from benthic.kernels.native import moe_experts as native
 from benthic.models.weights import Checkpoint
+from benthic.testing import ops
 from benthic.testing.checkpoints import make_tiny
 
 PROMPTS = [[5, 900, 33, 7] * 10, [77, 4, 19]]
@@ -26,12 +27,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("numerics", ["float", "production"])
 def test_ops_of_native_and_reference_kernels(folder: Path, numerics: str) -> None:
-    left, right = compare.place("cpu"), compare.place("cpu:reference")
+    left, right = ops.place("cpu"), ops.place("cpu:reference")
     steps = compare.plans(PROMPTS, 24, 2)
     lines = compare.op_lines(Checkpoint.open(folder), numerics, left, right, steps)
     names = {line.name.partition(":")[0] for line in lines}
     absent = {"roundtrip_fp8", "roundtrip_mxfp4"} if numerics == "float" else set()
-    assert names == {name for _, name in compare.OPS} - absent, "every op of a step is there"
+    assert names == {name for _, name in ops.OPS} - absent, "every op of a step is there"
     assert all(line.passed for line in lines), lines
 
 
@@ -63,7 +64,7 @@ def test_experts_that_one_place_prepares(folder: Path, monkeypatch: pytest.Monke
     steps = compare.plans(PROMPTS[1:], 24, 1)
     try:
         for names in (("cpu", "cpu:reference"), ("cpu:reference", "cpu")):
-            left, right = map(compare.place, names)
+            left, right = map(ops.place, names)
             lines = compare.op_lines(Checkpoint.open(folder), "production", left, right, steps)
             assert all(line.passed for line in lines), lines
             assert "experts" in {line.name for line in lines}
@@ -74,7 +75,7 @@ def test_experts_that_one_place_prepares(folder: Path, monkeypatch: pytest.Monke
 
 
 def test_layers_and_logits(folder: Path) -> None:
-    left, right = compare.place("cpu"), compare.place("cpu:reference")
+    left, right = ops.place("cpu"), ops.place("cpu:reference")
     steps = compare.plans(PROMPTS, 24, 2)
     checkpoint = Checkpoint.open(folder)
     lines = compare.layer_lines(checkpoint, "float", left, right, steps)
@@ -91,7 +92,7 @@ def test_a_fault_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
         return real(x, weight * 1.001, eps)
 
     monkeypatch.setattr(norm, "rms_norm_reference", faulty)
-    left, right = compare.place("cpu"), compare.place("cpu:reference")
+    left, right = ops.place("cpu"), ops.place("cpu:reference")
     steps = compare.plans(PROMPTS[1:], 24, 1)
     checkpoint = Checkpoint.open(folder)
     failed = [line.name for line in compare.op_lines(checkpoint, "float", left, right, steps) if not line.passed]
@@ -109,7 +110,7 @@ def test_a_fault_in_what_is_stored_is_named(folder: Path, numerics: str, monkeyp
         real(k, rows, ratio + 5 if on_the_right else ratio, *rest)
 
     monkeypatch.setattr(compress, "key_store_reference", faulty)
-    left, right = compare.place("cpu"), compare.place("cpu:reference")
+    left, right = ops.place("cpu"), ops.place("cpu:reference")
     steps = compare.plans(PROMPTS[:1], 24, 1)
     found = compare.op_lines(Checkpoint.open(folder), numerics, left, right, steps)
     failed = [line.name for line in found if not line.passed]
@@ -130,14 +131,14 @@ def test_distance_of_logits() -> None:
 @pytest.mark.slow
 def test_greedy_text_of_native_and_reference_kernels() -> None:
     """One prompt, a few tokens, the packaged model without quantisers: the same text."""
-    left, right = compare.place("cpu"), compare.place("cpu:reference")
+    left, right = ops.place("cpu"), ops.place("cpu:reference")
     lines = compare.text_lines("minnow", "float", left, right, [[0, 40, 50, 60]], 6)
     assert all(line.passed for line in lines)
     assert {line.error for line in lines if line.name == "agreed length"} == {6.0}
 
 
 def test_completions_are_kept_for_the_same_prompts_alone(folder: Path, tmp_path: Path) -> None:
-    where = compare.place("cpu")
+    where = ops.place("cpu")
     texts = compare.kept(tmp_path, folder, "float", where, [[5, 9], [7]], 3)
     assert [len(text.ids) for text in texts] == [3, 3]
     again = compare.kept(tmp_path, folder, "float", where, [[5, 9], [7]], 3)
@@ -150,7 +151,7 @@ def test_agreement_counts_ties_apart(folder: Path) -> None:
     """The second completion leaves at a tie, the third where the first choice was clear."""
     mine = [compare.Text([4, 5], [1.0, 1.0]), compare.Text([4, 5], [1.0, 1e-4]), compare.Text([4, 5], [1.0, 1.0])]
     theirs = [mine[0], compare.Text([4, 6], [1.0, 1.0]), compare.Text([6, 5], [1.0, 1.0])]
-    cpu = compare.place("cpu")
+    cpu = ops.place("cpu")
     found = compare.agreement(folder, "float", cpu, cpu, [[5], [6], [7]], 2, mine, theirs)
     assert (found.equal, found.first, found.length, found.ties) == (1 / 3, 2 / 3, 1.0, 1)
     assert found.kl == 0.0
@@ -172,7 +173,7 @@ def test_from_the_command_line(
 @pytest.mark.parametrize("text", ["gpu0", "cuda" if not torch.cuda.is_available() else "nowhere"])
 def test_places_that_are_not(text: str) -> None:
     with pytest.raises(BadField, match="compare"):
-        compare.place(text)
+        ops.place(text)
 
 
 def test_backends_are_left_as_they_were(folder: Path) -> None:
@@ -180,8 +181,8 @@ def test_backends_are_left_as_they_were(folder: Path) -> None:
     compare.op_lines(
         Checkpoint.open(folder),
         "float",
-        compare.place("cpu"),
-        compare.place("cpu:reference"),
+        ops.place("cpu"),
+        ops.place("cpu:reference"),
         compare.plans([[5]], 4, 0),
     )
     assert backends.pick("rms_norm", torch.empty(1)) is before
