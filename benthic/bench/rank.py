@@ -192,14 +192,20 @@ class Exchange:
     def __init__(self, rank: Rank):
         text, options = rank.config.text, rank.options
         self.there, self.back = exchanged_bytes(text, options.ranks)
-        size = int(max(*options.rows, options.chunk) * max(self.there, self.back)) + 1
-        self.room = [torch.zeros(size, dtype=torch.uint8, device=rank.device) for _ in range(2)]
+        words = self.words(max(*options.rows, options.chunk) * max(self.there, self.back))
+        self.room = [torch.zeros(words, dtype=torch.int64, device=rank.device) for _ in range(2)]
         self.loads = spread_loads(SKEW, text.n_routed_experts).to(rank.device)
         self.shape = False  # move each router's bias so that loads follow the skew
         self.counts: list[Tensor] | None = None  # loads of each layer, when wanted
 
+    @staticmethod
+    def words(size: float) -> int:
+        return -(-int(size) // 8)
+
     def copy(self, size: float) -> None:
-        self.room[0][: int(size)].copy_(self.room[1][: int(size)])
+        """Read and write `size` bytes; a kernel, since a graph leaves a plain copy to slower copy engines."""
+        words = self.words(size)
+        torch.bitwise_not(self.room[1][:words], out=self.room[0][:words])
 
     def watch(self, moe: MoE, h: Tensor) -> None:
         if not self.shape and self.counts is None:
@@ -604,7 +610,8 @@ def picture(found: dict[str, Any], path: Path) -> Path | None:
         axis.set_xticks(range(len(here)), [short(step["context"]) for step in here])
         axis.set_title(f"{rows} rows, {here[0]['requests']} requests", fontsize=10)
         axis.set_xlabel("context, tokens")
-        axis.margins(y=0.08)
+        # said outright: bars hold the axis to their ends, and the label of the highest would stand in the title
+        axis.set_ylim(0, 1.1 * max(max(sum(step["parts_ms"].values()), step["floor_ms"]) for step in here))
     axes[0][0].set_ylabel("decode step, ms")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="center right", fontsize=9, frameon=False)
