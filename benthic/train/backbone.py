@@ -1,4 +1,4 @@
-"""The trainable form of the package's text backbone: its modules, gradients on, two lookup tables swapped, initialised.
+"""The trainable form of the package's backbone and vision tower: its modules, gradients on, tables swapped, values set.
 
 A parameter of the model (a leaf) holds the compute form that serving would use: bfloat16, or float32 where the model
 computes in float32. The float32 masters live in the optimiser. Source of the initialisation: the minnow specification,
@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from benthic.models.deepseek_v41 import DeepseekV41, Engram, HyperConnection, Indexer
 from benthic.models.deepseek_v41_config import ModelConfig, TextConfig, tensors
+from benthic.models.deepseek_v41_vision import VisionTower
 from benthic.models.modules import activation_dtype
 from benthic.train.kernels import TrainingKernels, lookup
 from benthic.types import Numerics
 
 Store = Literal["fp8", "fp4", "fp8_rows", "bf16", "f32"]
+Group = Literal["text", "index", "vision"]
 
 # bfloat16 activations, nothing quantised: the first part of a run. The last part uses NUMERICS["production"].
 PLAIN = Numerics(
@@ -54,7 +56,9 @@ class Leaf:
 
     matrix  rows of each matrix that Muon treats on its own (the leaf is a stack of them); 0: AdamW
     rate    AdamW learning rate
-    index   part of an indexer: outside the gradient norm
+    group   what it is part of: the text model, an indexer (taught by a loss of its own), the vision tower. Gradient
+            norms are taken and clipped by group, the indexers' not at all; those of "index" and "vision" may have no
+            gradient in a step, and then they stay as they are.
     """
 
     name: str
@@ -62,7 +66,7 @@ class Leaf:
     store: Store
     matrix: int
     rate: float
-    index: bool
+    group: Group = "text"
 
 
 def build(config: ModelConfig, classes: Tensor, numerics: Numerics, kernels: TrainingKernels) -> DeepseekV41:
@@ -80,6 +84,11 @@ def build(config: ModelConfig, classes: Tensor, numerics: Numerics, kernels: Tra
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.endswith((".ffn.bias", ".ffn.bias_vl")))
     return model
+
+
+def build_tower(config: ModelConfig, numerics: Numerics) -> VisionTower | None:
+    """The vision tower with gradients on, values not set yet; None: the model has none."""
+    return None if config.vision is None else VisionTower(config, numerics).requires_grad_()
 
 
 def _detached(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -127,7 +136,17 @@ def leaf(config: ModelConfig, name: str, value: nn.Parameter, official: str) -> 
             matrix = value.shape[-2] // 2
         elif name.endswith("engram.wkv.weight"):
             matrix = text.hidden_size
-    return Leaf(name, value, store, matrix, rate, ".indexer." in name)
+    return Leaf(name, value, store, matrix, rate, "index" if ".indexer." in name else "text")
+
+
+def tower_leaves(tower: VisionTower) -> list[Leaf]:
+    """Every parameter of the tower; queries, keys and values are matrices of their own, and so are gate and up."""
+    out: list[Leaf] = []
+    for name, value in tower.named_parameters():
+        parts = {"wqkv": 3, "w1": 2}.get(name.split(".")[-2] if value.ndim == 2 else "", 1)
+        matrix = value.shape[0] // parts if value.ndim == 2 else 0
+        out.append(Leaf(f"{TOWER}{name}", value, "bf16", matrix, 4e-3, "vision"))
+    return out
 
 
 @torch.no_grad()
@@ -163,6 +182,21 @@ def initialise(model: nn.Module, text: TextConfig, seed: int, first_sublayer: in
         module.base.copy_(stream_bias(streams, sublayer))
 
 
+@torch.no_grad()
+def initialise_tower(tower: VisionTower, seed: int) -> None:
+    """Values of every parameter; the same for the same seed on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in tower.named_parameters():
+        if name.endswith(("wo.weight", ".w2.weight", "bias")):
+            parameter.zero_()
+        elif name in ("start", "end", "newline"):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))  # as the embeddings beside them
+        elif parameter.ndim == 1:
+            parameter.fill_(1.0)
+        else:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
+
+
 def stream_bias(streams: int, sublayer: int) -> Tensor:
     """mHC base: read mostly one stream, another for each sublayer; write to all; exchange little. [(2+S)S]."""
     read = torch.full((streams,), -3.0)
@@ -173,9 +207,34 @@ def stream_bias(streams: int, sublayer: int) -> Tensor:
 
 # ---- official names --------------------------------------------------------------------------------------------------
 
+TOWER = "vision."  # before the names of the tower's parameters
+_TOWER_NAMES = {
+    "patch_embed.": "vision.patch_embed.proj.",
+    "aligner_w1.": "aligner.w1.",
+    "aligner_w2.": "aligner.w2.",
+    "start": "image_start",
+    "end": "image_end",
+    "newline": "image_newline",
+}
+
+
+def _tower_name(name: str) -> str:
+    """The official name of a parameter of the tower."""
+    for own, official in _TOWER_NAMES.items():
+        if name.startswith(own):
+            return official + name.removeprefix(own)
+    module, _, part = name.rpartition(".")
+    if part.startswith("norm"):
+        return f"{TOWER}{name}.weight"
+    block, _, linear = module.rpartition(".")
+    return f"{TOWER}{block}.{'attn' if linear in ('wqkv', 'wo') else 'mlp'}.{linear}.{part}"
+
 
 def official_parts(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A parameter of the model -> official tensors, as `DeepseekV41.load` reads them; values not yet quantised."""
+    """A master by name -> official tensors, as the model and the tower load them; values not yet quantised."""
+    if name.startswith(TOWER):
+        yield _tower_name(name.removeprefix(TOWER)), value
+        return
     name = name.replace("hc_attn.", "hc_attn_").replace("hc_ffn.", "hc_ffn_")
     layer, _, part = name.rpartition(".ffn.")
     ffn = f"{layer}.ffn"
@@ -202,12 +261,12 @@ def official_parts(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def untrained(config: ModelConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Official tensors outside the backbone (drafter, vision tower) at their initialisation, f32, not yet quantised."""
+    """Official tensors that no backbone run trains (the drafter's) at their initialisation, f32, not yet quantised."""
     generator = torch.Generator().manual_seed(seed)
     streams, layers = config.text.hc_mult, config.text.num_hidden_layers
     zero = ("wo_b.weight", "w2.weight", "markov_head.head.weight", "bias", "bias_vl", "attn_sink")
     for name, spec in tensors(config).items():
-        if not spec.group.startswith(("dspark", "vision")) or name.endswith(".scale"):
+        if not spec.group.startswith("dspark") or name.endswith(".scale"):
             continue
         shape = (*spec.shape[:-1], 2 * spec.shape[-1]) if spec.dtype == "I8" else spec.shape
         if name.endswith(("hc_attn_base", "hc_ffn_base")):
@@ -215,11 +274,10 @@ def untrained(config: ModelConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
             yield name, stream_bias(streams, 2 * (layers + stage) + part)
         elif name.endswith("_scale"):
             yield name, torch.full(shape, 0.05)
-        elif name.endswith(zero) and not name.endswith("mlp.w2.weight"):
+        elif name.endswith(zero):
             yield name, torch.zeros(shape)
         elif len(shape) == 1:
-            norm = "norm" in name
-            yield name, torch.ones(shape) if norm else torch.randn(shape, generator=generator)
+            yield name, torch.ones(shape)
         else:
             std = 1.0 if name.endswith("embed.weight") else 1.0 / math.sqrt(shape[-1])
             yield name, torch.randn(shape, generator=generator) * std

@@ -81,10 +81,11 @@ def expand(out: Tensor, s: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 
 
 def dense_route(
-    h: Tensor, gate: Tensor, bias: Tensor, sequences: int, k: int, normalise: bool, scale: float
+    h: Tensor, gate: Tensor, bias: Tensor, images: Tensor | None, sequences: int, k: int, normalise: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Routing weights of all experts, zero for the unchosen [T, E]; tokens per expert [E]; sequence balance loss.
+    """Routing weights of all experts, zero for the unchosen [T, E]; tokens per expert [2, E]; sequence balance loss.
 
+    bias [E] or [T, E]. Tokens are counted apart: those of text, then those of images [T] bool (None: there are none).
     The balance loss is the mean over sequences of sum_e f_e P_e, f_e = E / k times the share of tokens that chose e,
     P_e the mean normalised score; 1 when balanced.
     """
@@ -102,7 +103,8 @@ def dense_route(
     shares = (scores / scores.sum(-1, keepdim=True)).unflatten(0, (sequences, -1)).mean(1)
     loads = chosen.unflatten(0, (sequences, -1)).mean(1)  # [B, E]
     balance = (loads * shares).sum(-1).mean() * (experts / k)
-    return weights * scale, chosen.sum(0), balance
+    of_images = torch.zeros_like(gate[:, 0]) if images is None else (chosen * images.unsqueeze(-1)).sum(0)
+    return weights * scale, torch.stack([chosen.sum(0) - of_images, of_images]), balance
 
 
 def expert_hidden(h13: Tensor, weights: Tensor, limit: float, quantise: bool) -> Tensor:
@@ -132,13 +134,16 @@ def sink_gate(o: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 class TrainingKernels:
     """The functions that stand in for the package's during training, and what they record.
 
-    loads    tokens per expert [E], one entry a layer, of the forward passes since `clear`
-    balance  sequence balance loss, likewise
+    sequences  the balance loss is taken in so many equal parts of a step's tokens
+    images     [T] bool, the image tokens of the passes to come; None: there are none
+    loads      tokens per expert [2, E], of text and of images, one entry a layer, of the forward passes since `clear`
+    balance    sequence balance loss, likewise
     """
 
     def __init__(self, device: torch.device, sequences: int):
         self.compiled = device.type == "cuda"
         self.sequences = sequences
+        self.images: Tensor | None = None
         self.loads: list[Tensor] = []
         self.balance: list[Tensor] = []
         self._piece = cache(self._compile)
@@ -207,7 +212,8 @@ class TrainingKernels:
         self, h: Tensor, gate: Tensor, bias: Tensor, k: int, normalise: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Dense form: no ids, and a weight for every expert; only `_experts` reads them."""
-        weights, load, balance = self.piece(dense_route)(h, gate, bias, self.sequences, k, normalise, scale)
+        route = self.piece(dense_route)
+        weights, load, balance = route(h, gate, bias, self.images, self.sequences, k, normalise, scale)
         self.loads.append(load.detach())
         self.balance.append(balance)
         return weights, weights

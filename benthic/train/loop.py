@@ -196,9 +196,14 @@ class Trainer:
         self.kernels = TrainingKernels(device, settings.rows)
         self.model = backbone.build(config, classes, numerics, self.kernels)
         backbone.initialise(self.model, config.text, settings.seed)
+        self.tower = backbone.build_tower(config, numerics)
         self.model.to(device)
+        leaves = backbone.leaves(self.model)
+        if self.tower is not None:
+            backbone.initialise_tower(self.tower, settings.seed)
+            leaves += backbone.tower_leaves(self.tower.to(device))
         self.shapes = RowShapes(config, self.model.plan, settings.rows, settings.length, device, self.kernels)
-        self.optimiser = Optimiser(backbone.leaves(self.model))
+        self.optimiser = Optimiser(leaves)
         self.steps = 0
         count = settings.rows * settings.length
         self._geometry: dict[str, Any] = dict(
@@ -252,13 +257,18 @@ class Trainer:
 
     @torch.no_grad()
     def balance_router(self, factor: float) -> Tensor:
-        """Move router biases towards equal loads. Returns the largest expert load over the mean, all layers."""
-        loads = torch.stack(self.kernels.loads)  # [layers, E]
+        """Move router biases towards equal loads, those of image tokens by image tokens alone.
+
+        Returns the largest expert load of text tokens over the mean, all layers.
+        """
+        loads = torch.stack(self.kernels.loads)  # [layers, 2, E]
         mean = loads.mean(-1, keepdim=True)
         steps = self.settings.bias_step * max(factor, 0.1) * torch.sign(mean - loads)
-        for layer, step in zip(self.model.layers, steps, strict=True):
-            layer.ffn.bias.add_(step)  # type: ignore[operator]
-        return (loads / mean).max()
+        for layer, (text, images) in zip(self.model.layers, steps, strict=True):
+            layer.ffn.bias.add_(text)
+            if layer.ffn.bias_vl is not None:
+                layer.ffn.bias_vl.add_(images)
+        return (loads[:, 0] / mean[:, 0]).max()
 
     def enter(self, phase: Phase) -> None:
         """Put quantisers in force or take them out, in modules and leaves."""

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from benthic.kernels import quant
-from benthic.train.backbone import Leaf, Store
+from benthic.train.backbone import Group, Leaf, Store
 
 MUON_RATE, MUON_MOMENTUM, MUON_DECAY = 0.02, 0.95, 0.01
 ADAM_BETAS, ADAM_EPS = (0.9, 0.95), 1e-10
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # a quintic that drives singular values towards 1 in 5 steps
-CLIP = 1.0  # global gradient norm
+CLIP = 1.0  # gradient norm of a group
 
 
 def orthogonalise(stack: Tensor, steps: int = 5) -> Tensor:
@@ -50,7 +50,7 @@ class MuonStack:
     leaves: list[Leaf]
     flipped: bool
     store: Store
-    index: bool
+    group: Group
     master: Tensor
     momentum: Tensor
     gain: float
@@ -67,22 +67,21 @@ class AdamGroup:
 
     leaves: list[Leaf]
     rate: float
-    index: bool
+    group: Group
     master: Tensor
     first: Tensor
     second: Tensor
+    count: Tensor  # updates so far, f32
 
 
 class Optimiser:
     """Holds the masters of all leaves.
 
-    step count and learning rate factor are tensors on the device, so that nothing waits for the host.
+    Step counts and the learning rate factor are tensors on the device, so that nothing waits for the host.
     """
 
     def __init__(self, leaves: Sequence[Leaf]):
         self.leaves = list(leaves)
-        device = self.leaves[0].value.device
-        self.count = torch.zeros((), device=device)
         self.stacks: list[MuonStack] = []
         self.groups: list[AdamGroup] = []
         stacks: dict[Any, list[Leaf]] = {}
@@ -90,20 +89,21 @@ class Optimiser:
         for leaf in self.leaves:
             if leaf.matrix:
                 rows, columns = leaf.matrix, leaf.value.shape[-1]
-                stacks.setdefault((rows, columns, leaf.store, leaf.index), []).append(leaf)
+                stacks.setdefault((rows, columns, leaf.store, leaf.group), []).append(leaf)
             else:
-                groups.setdefault((leaf.rate, leaf.index), []).append(leaf)
-        for (rows, columns, store, index), members in stacks.items():
-            stack = MuonStack(members, rows > columns, store, index, torch.empty(0), torch.empty(0), 1.0)
+                groups.setdefault((leaf.rate, leaf.group), []).append(leaf)
+        for (rows, columns, store, group), members in stacks.items():
+            stack = MuonStack(members, rows > columns, store, group, torch.empty(0), torch.empty(0), 1.0)
             stack.gain = max(1.0, rows / columns) ** 0.5
             values = [stack.matrices(leaf.value.detach().float(), leaf) for leaf in members]
             stack.master = torch.cat(values).contiguous()
             stack.momentum = torch.zeros_like(stack.master)
             self.stacks.append(stack)
-        for (rate, index), members in groups.items():
+        for (rate, group), members in groups.items():
             master = torch.cat([leaf.value.detach().float().flatten() for leaf in members])
+            count = torch.zeros((), device=master.device)
             self.groups.append(
-                AdamGroup(members, rate, index, master, torch.zeros_like(master), torch.zeros_like(master))
+                AdamGroup(members, rate, group, master, torch.zeros_like(master), torch.zeros_like(master), count)
             )
 
     def masters(self) -> dict[str, Tensor]:
@@ -124,31 +124,48 @@ class Optimiser:
 
     @torch.no_grad()
     def step(self, factor: Tensor) -> Tensor:
-        """One update from the leaves' gradients, which are consumed. factor: learning rate factor. Returns the norm."""
-        grads = [_gradient(leaf) for leaf in self.leaves]
+        """One update from the leaves' gradients, which are consumed. factor: learning rate factor.
+
+        Returns the gradient norm of the group "text", before clipping. A gradient that is not finite anywhere counts
+        as zero everywhere.
+        """
+        given = [leaf for leaf in self.leaves if leaf.value.grad is not None]
+        missing = [leaf.name for leaf in self.leaves if leaf.value.grad is None and leaf.group == "text"]
+        assert not missing, f"no gradient: {', '.join(missing)}"
+        grads = [_gradient(leaf) for leaf in given]
         norms = torch._foreach_norm(grads, 2, torch.float32)  # pyright: ignore[reportPrivateImportUsage]
-        norm = torch.stack([n for n, leaf in zip(norms, self.leaves, strict=True) if not leaf.index]).norm()
-        finite = torch.isfinite(torch.stack(norms)).all() & torch.isfinite(norm)
-        scale = torch.where(finite, (CLIP / (norm + 1e-6)).clamp(max=1.0), 0.0)
-        self.count += 1
+        by_group: dict[Group, list[Tensor]] = {}
+        for leaf, norm in zip(given, norms, strict=True):
+            by_group.setdefault(leaf.group, []).append(norm)
+        totals = {group: torch.stack(parts).norm() for group, parts in by_group.items()}
+        finite = torch.isfinite(torch.stack(list(totals.values()))).all()
+        scales = {
+            group: finite.float() if group == "index" else torch.where(finite, (CLIP / (norm + 1e-6)).clamp(max=1.0), 0)
+            for group, norm in totals.items()
+        }
         for stack in self.stacks:
+            if not _any_gradient(stack.leaves):
+                continue
             grad = torch.cat([stack.matrices(_gradient(leaf), leaf) for leaf in stack.leaves]).float()
-            grad = _scaled(grad, scale, stack.index, finite)
+            grad = torch.where(finite, grad * scales[stack.group], 0.0)
             stack.momentum.mul_(MUON_MOMENTUM).add_(grad)
             update = orthogonalise(grad.add_(stack.momentum, alpha=MUON_MOMENTUM))
             stack.master.mul_(1 - MUON_RATE * MUON_DECAY * factor)
             stack.master.sub_(update * (MUON_RATE * stack.gain * factor))
-        first_left, second_left = 1 - ADAM_BETAS[0] ** self.count, 1 - ADAM_BETAS[1] ** self.count
         for group in self.groups:
+            if not _any_gradient(group.leaves):
+                continue
+            group.count += 1
+            first_left, second_left = 1 - ADAM_BETAS[0] ** group.count, 1 - ADAM_BETAS[1] ** group.count
             grad = torch.cat([_gradient(leaf).float().flatten() for leaf in group.leaves])
-            grad = _scaled(grad, scale, group.index, finite)
+            grad = torch.where(finite, grad * scales[group.group], 0.0)
             group.first.lerp_(grad, 1 - ADAM_BETAS[0])
             group.second.lerp_(grad.square_(), 1 - ADAM_BETAS[1])
             denominator = (group.second / second_left).sqrt_().add_(ADAM_EPS)
             group.master.sub_(group.first / first_left / denominator * (group.rate * factor))
         for leaf in self.leaves:
             leaf.value.grad = None
-        return norm
+        return totals["text"]
 
     @torch.no_grad()
     def publish(self, quantised: bool) -> None:
@@ -170,9 +187,8 @@ class Optimiser:
 
     def state(self) -> dict[str, Any]:
         return {
-            "count": self.count,
             "muon": [(stack.master, stack.momentum) for stack in self.stacks],
-            "adam": [(group.master, group.first, group.second) for group in self.groups],
+            "adam": [(group.master, group.first, group.second, group.count) for group in self.groups],
         }
 
     def fits(self, state: dict[str, Any]) -> bool:
@@ -186,23 +202,19 @@ class Optimiser:
     @torch.no_grad()
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over a state that fits."""
-        self.count.copy_(state["count"])
         for stack, (master, momentum) in zip(self.stacks, state["muon"], strict=True):
             stack.master.copy_(master)
             stack.momentum.copy_(momentum)
-        for group, (master, first, second) in zip(self.groups, state["adam"], strict=True):
+        for group, (master, first, second, count) in zip(self.groups, state["adam"], strict=True):
             group.master.copy_(master)
             group.first.copy_(first)
             group.second.copy_(second)
+            group.count.copy_(count)
+
+
+def _any_gradient(leaves: list[Leaf]) -> bool:
+    return any(leaf.value.grad is not None for leaf in leaves)
 
 
 def _gradient(leaf: Leaf) -> Tensor:
-    if leaf.value.grad is None:
-        assert leaf.index, f"{leaf.name} got no gradient"  # an indexer gets none when the index loss is off
-        leaf.value.grad = torch.zeros_like(leaf.value)
-    return leaf.value.grad
-
-
-def _scaled(grad: Tensor, scale: Tensor, index: bool, finite: Tensor) -> Tensor:
-    """Clipped; a gradient that is not finite anywhere counts as zero everywhere."""
-    return torch.where(finite, grad * (finite if index else scale), 0.0)
+    return torch.zeros_like(leaf.value) if leaf.value.grad is None else leaf.value.grad

@@ -35,17 +35,20 @@ def stored(name: str, value: Tensor, spec: TensorSpec) -> Iterator[tuple[str, Te
 
 
 def official(config: ModelConfig, masters: dict[str, Tensor], seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the checkpoint: the trained backbone, drafter and vision tower as initialised.
+    """Every tensor of the checkpoint: what was trained, and the rest as it would begin.
 
-    masters  f32 by the model's parameter names, router biases included. `bias_vl` is untrained and follows `bias`.
+    masters  f32 by name, router biases included: parameters of the model, of the tower (`backbone.TOWER`), or official
+             names of any other part
+    seed     of the values of what `masters` has nothing of
     """
-    specs = tensors(config)
+    specs, given = tensors(config), set[str]()
     for name, master in masters.items():
-        value = masters[name.removesuffix("_vl")] if name.endswith("bias_vl") else master
-        for official_name, part in backbone.official_parts(name, value.detach().float().cpu()):
+        for official_name, part in backbone.official_parts(name, master.detach().float().cpu()):
+            given.add(official_name)
             yield from stored(official_name, part.contiguous(), specs[official_name])
     for name, value in backbone.untrained(config, seed):
-        yield from stored(name, value, specs[name])
+        if name not in given:
+            yield from stored(name, value, specs[name])
 
 
 def write(

@@ -86,7 +86,7 @@ def moved(trainer: loop.Trainer) -> set[str]:
 def test_the_index_loss_teaches_the_indexers_alone_and_nothing_else_teaches_them(topk: bool):
     trainer = small_trainer(SETTINGS)
     random_masters(trainer, 6)
-    indexers = {leaf.name for leaf in trainer.optimiser.leaves if leaf.index}
+    indexers = {leaf.name for leaf in trainer.optimiser.leaves if leaf.group == "index"}
     assert indexers == {leaf.name for leaf in trainer.optimiser.leaves if ".indexer." in leaf.name}
     with trainer.kernels.installed():
         hidden, memory = trainer.hidden(small_batch(), Mode(topk, 2))
@@ -98,7 +98,7 @@ def test_the_index_loss_teaches_the_indexers_alone_and_nothing_else_teaches_them
         for leaf in trainer.optimiser.leaves:
             leaf.value.grad = None
         hidden.float().square().sum().backward()
-    rest = {leaf.name for leaf in trainer.optimiser.leaves} - indexers - {"head.weight"}
+    rest = {leaf.name for leaf in trainer.optimiser.leaves if leaf.group == "text"} - {"head.weight"}
     assert moved(trainer) >= {name for name in rest if not name.endswith("q_weight")}
     assert not moved(trainer) & indexers
 
@@ -126,6 +126,15 @@ def test_values_at_the_start():
             rows = value[: streams * width] if name.endswith("engram.wkv.weight") else value
             spread = 1.0 if name.endswith("embed.weight") else value.shape[-1] ** -0.5
             assert float(rows.float().std()) == pytest.approx(spread, rel=0.1), name
+    assert first.tower is not None
+    for name, value in first.tower.named_parameters():
+        if name.endswith(("wo.weight", ".w2.weight", "bias")):
+            assert not value.any(), name
+        elif "norm" in name:
+            assert (value == 1).all(), name
+        else:
+            spread = value.shape[-1] ** -0.5 if value.ndim == 2 else 1.0
+            assert float(value.detach().float().std()) == pytest.approx(spread, rel=0.25 if value.ndim == 1 else 0.05), name
     assert not values["layers.1.engram.wkv.weight"][streams * width :].any()  # the gate opens onto nothing
     sublayers = [values[f"layers.{layer}.hc_{part}.base"] for layer in range(4) for part in ("attn", "ffn")]
     for i, base in enumerate(sublayers):
@@ -148,6 +157,10 @@ def test_matrices_go_to_muon_and_the_rest_to_adam():
         "layers.0.ffn.w2": text.hidden_size,
         "layers.0.ffn.shared_w13.weight": text.moe_intermediate_size,
         "layers.1.engram.wkv.weight": text.hidden_size,
+        "vision.patch_embed.weight": 128,
+        "vision.blocks.1.wqkv.weight": 128,
+        "vision.blocks.0.w1.weight": 352,
+        "vision.aligner_w1.weight": text.hidden_size,
     }.items():
         assert leaves[name].matrix == rows, name
     for name, rate in {
@@ -161,6 +174,9 @@ def test_matrices_go_to_muon_and_the_rest_to_adam():
         "layers.0.hc_ffn.fn": 2e-3,
         "layers.1.attn.indexer.weights_proj.weight": 2e-3,
         "layers.0.attn.attn_sink": 8e-3,
+        "vision.patch_embed.bias": 4e-3,
+        "vision.blocks.0.norm1": 4e-3,
+        "vision.start": 4e-3,
     }.items():
         assert (leaves[name].matrix, leaves[name].rate) == (0, rate), name
     stores = {name: leaf.store for name, leaf in leaves.items()}
@@ -169,3 +185,6 @@ def test_matrices_go_to_muon_and_the_rest_to_adam():
     assert stores["layers.0.attn.wq_b.weight"] == "fp8"
     assert stores["embed.weight"] == stores["head.weight"] == "bf16"
     assert stores["layers.0.attn.attn_sink"] == "f32"
+    for name, leaf in leaves.items():
+        assert (leaf.group == "vision") == name.startswith("vision."), name
+        assert leaf.group != "vision" or leaf.store == "bf16"

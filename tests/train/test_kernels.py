@@ -25,31 +25,42 @@ def dense(ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 def test_dense_routing_equals_the_routers(normalise: bool) -> None:
     h, gate, bias = torch.randn(T, D), torch.randn(E, D), torch.tensor([-1.0, 0.0, 0.0, 0.0, -1.0, 0.0])
     h[3:5] = 0.0  # four scores are equal: the lowest ids win
-    weights, loads, _ = kernels.dense_route(h, gate, bias, 2, K, normalise, 1.5)
+    weights, loads, _ = kernels.dense_route(h, gate, bias, None, 2, K, normalise, 1.5)
     want = dense(*moe_gate.route_reference(h, gate, bias, K, normalise, 1.5))
     torch.testing.assert_close(weights, want, atol=1e-6, rtol=1e-5)
-    assert torch.equal(loads, (want > 0).sum(0).float())
+    assert torch.equal(loads[0], (want > 0).sum(0).float())
     assert loads.sum() == T * K
+    assert not loads[1].any()
+
+
+def test_image_tokens_are_routed_by_their_own_bias_and_counted_apart() -> None:
+    h, gate, images = torch.randn(T, D), torch.randn(E, D), torch.arange(T) % 3 == 0
+    bias = torch.where(images[:, None], torch.randn(E) * 3, torch.randn(E) * 3)
+    weights, loads, _ = kernels.dense_route(h, gate, bias, images, 2, K, True, 1.5)
+    want = dense(*moe_gate.route_reference(h, gate, bias, K, True, 1.5))
+    torch.testing.assert_close(weights, want, atol=1e-6, rtol=1e-5)
+    for part, tokens in zip(loads, (~images, images), strict=True):
+        assert torch.equal(part, (want[tokens] > 0).sum(0).float())
 
 
 def test_balance_is_one_when_balanced_and_more_otherwise() -> None:
     gate = torch.eye(E, D) * 20
     even = F.one_hot(torch.arange(E).repeat(2), D).float() + F.one_hot((torch.arange(E).repeat(2) + 1) % E, D).float()
-    *_, balance = kernels.dense_route(even, gate, torch.zeros(E), 2, K, True, 1.0)
+    *_, balance = kernels.dense_route(even, gate, torch.zeros(E), None, 2, K, True, 1.0)
     assert float(balance) == pytest.approx(1.0, abs=1e-4)
     same = even[:1].expand(2 * E, -1)
-    *_, balance = kernels.dense_route(same, gate, torch.zeros(E), 2, K, True, 1.0)
+    *_, balance = kernels.dense_route(same, gate, torch.zeros(E), None, 2, K, True, 1.0)
     assert float(balance) > 2.0
     # per sequence: two sequences that are each lopsided do not balance each other
     halves = torch.cat([even[:1].expand(E, -1), even[3:4].expand(E, -1)])
-    *_, apart = kernels.dense_route(halves, gate, torch.zeros(E), 2, K, True, 1.0)
-    *_, together = kernels.dense_route(halves, gate, torch.zeros(E), 1, K, True, 1.0)
+    *_, apart = kernels.dense_route(halves, gate, torch.zeros(E), None, 2, K, True, 1.0)
+    *_, together = kernels.dense_route(halves, gate, torch.zeros(E), None, 1, K, True, 1.0)
     assert float(apart) > float(together) + 0.5
 
 
 def test_balance_teaches_the_router_towards_idle_experts() -> None:
     h, gate = torch.rand(T, D), torch.zeros(E, D, requires_grad=True)
-    *_, balance = kernels.dense_route(h, gate, torch.arange(E) * -0.1, 1, K, True, 1.0)
+    *_, balance = kernels.dense_route(h, gate, torch.arange(E) * -0.1, None, 1, K, True, 1.0)
     balance.backward()
     assert gate.grad is not None
     push = -gate.grad.sum(1)

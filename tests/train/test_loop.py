@@ -296,13 +296,14 @@ def test_no_index_rows_no_index_loss(folder: tuple[Path, data.Manifest]) -> None
 
 def test_router_biases_move_towards_equal_loads() -> None:
     trainer = small_trainer(SMALL)
-    layers = len(trainer.model.layers)
-    loads = torch.tensor([10.0, 2.0, 5.0, 7.0]).repeat(layers, 1)  # mean 6
-    trainer.kernels.loads.extend(loads)
+    text, images = torch.tensor([10.0, 2.0, 5.0, 7.0]), torch.tensor([1.0, 9.0, 5.0, 5.0])  # means 6 and 5
+    trainer.kernels.loads.extend([torch.stack([text, images])] * len(trainer.model.layers))
     largest = trainer.balance_router(0.5)
     assert largest == pytest.approx(10 / 6)
     for layer in trainer.model.layers:
+        assert layer.ffn.bias_vl is not None
         torch.testing.assert_close(layer.ffn.bias, torch.tensor([-1.0, 1.0, 1.0, -1.0]) * 2e-3 * 0.5)
+        torch.testing.assert_close(layer.ffn.bias_vl, torch.tensor([1.0, -1.0, 0.0, 0.0]) * 2e-3 * 0.5)
     trainer.balance_router(0.0)  # never less than a tenth
     torch.testing.assert_close(trainer.model.layers[0].ffn.bias.abs(), torch.full((4,), 2e-3 * 0.6))
 

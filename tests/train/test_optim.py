@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from benthic.kernels import quant
 from benthic.train import optim
-from benthic.train.backbone import Leaf, Store
+from benthic.train.backbone import Group, Leaf, Store
 from benthic.train.loop import Settings
 from benthic.train.optim import Optimiser, on_grid, orthogonalise
 from tests.train.small import small_trainer
@@ -15,9 +15,9 @@ ONE = torch.ones(())
 
 
 def leaf(
-    name: str, *shape: int, matrix: int = 0, rate: float = 1e-2, index: bool = False, store: Store = "f32"
+    name: str, *shape: int, matrix: int = 0, rate: float = 1e-2, group: Group = "text", store: Store = "f32"
 ) -> Leaf:
-    return Leaf(name, nn.Parameter(torch.randn(*shape)), store, matrix, rate, index)
+    return Leaf(name, nn.Parameter(torch.randn(*shape)), store, matrix, rate, group)
 
 
 def give(leaves: list[Leaf], scale: float = 1e-3) -> list[Tensor]:
@@ -86,7 +86,12 @@ def test_muon_equals_its_textbook_form(rows: int, columns: int) -> None:
 
 
 def test_adam_equals_torchs() -> None:
-    leaves = [leaf("a", 5, 7), leaf("b", 3, rate=2e-3), leaf("c", 11, rate=2e-3), leaf("d", 4, rate=2e-3, index=True)]
+    leaves = [
+        leaf("a", 5, 7),
+        leaf("b", 3, rate=2e-3),
+        leaf("c", 11, rate=2e-3),
+        leaf("d", 4, rate=2e-3, group="index"),
+    ]
     optimiser = Optimiser(leaves)
     assert len(optimiser.groups) == 3
     mine = {item.name: nn.Parameter(item.value.detach().clone()) for item in leaves}
@@ -107,25 +112,32 @@ def test_adam_equals_torchs() -> None:
 # The gradient
 
 
-def test_clip_is_torchs_and_leaves_indexers_out() -> None:
-    leaves = [leaf("a", 4, 6, matrix=4), leaf("b", 9), leaf("c", 5, index=True), leaf("d", 4, 4, matrix=4, index=True)]
+def test_each_group_is_clipped_by_its_own_norm_and_indexers_not_at_all() -> None:
+    leaves = [
+        leaf("a", 4, 6, matrix=4), leaf("b", 9),
+        leaf("c", 5, group="index"), leaf("d", 4, 4, matrix=4, group="index"),
+        leaf("e", 7, group="vision"), leaf("f", 3, 4, matrix=3, group="vision"),
+    ]  # fmt: skip
     optimiser = Optimiser(leaves)
     grads = give(leaves, scale=10.0)
-    counted = [nn.Parameter(torch.zeros_like(grad)) for grad in grads[:2]]
-    for parameter, grad in zip(counted, grads, strict=False):
-        parameter.grad = grad.clone()
-    want = nn.utils.clip_grad_norm_(counted, 1.0)
+    want = [grad.clone() for grad in grads]
+    norms: list[Tensor] = []
+    for members in ((0, 1), (4, 5)):
+        counted = [nn.Parameter(torch.zeros_like(grads[i])) for i in members]
+        for parameter, i in zip(counted, members, strict=True):
+            parameter.grad = want[i]
+        norms.append(nn.utils.clip_grad_norm_(counted, 1.0))  # in place
     norm = optimiser.step(ONE)
-    torch.testing.assert_close(norm, want)
+    torch.testing.assert_close(norm, norms[0])
     assert norm > 10
-    first = {tuple(item.name for item in group.leaves): group.first for group in optimiser.groups}
-    assert counted[1].grad is not None
-    torch.testing.assert_close(first["b",], 0.1 * counted[1].grad, rtol=1e-4, atol=1e-7)
-    torch.testing.assert_close(first["c",], 0.1 * grads[2])  # as it came
-    momenta = {stack.index: stack.momentum[0] for stack in optimiser.stacks}
-    assert counted[0].grad is not None
-    torch.testing.assert_close(momenta[False], counted[0].grad, rtol=1e-4, atol=1e-7)
-    torch.testing.assert_close(momenta[True], grads[3])
+    first = {group.leaves[0].name: group.first for group in optimiser.groups}
+    momenta = {stack.leaves[0].name: stack.momentum[0] for stack in optimiser.stacks}
+    for name, i in (("b", 1), ("c", 2), ("e", 4)):
+        torch.testing.assert_close(first[name], 0.1 * want[i], rtol=1e-4, atol=1e-7)
+    for name, i in (("a", 0), ("d", 3), ("f", 5)):
+        torch.testing.assert_close(momenta[name], want[i], rtol=1e-4, atol=1e-7)
+    assert torch.equal(want[2], grads[2])
+    assert want[4].norm() < 1.0
 
 
 def test_a_small_gradient_is_not_scaled() -> None:
@@ -140,7 +152,12 @@ def test_a_small_gradient_is_not_scaled() -> None:
 @pytest.mark.parametrize("broken", [0, 1, 2, 3])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_gradient_that_is_not_finite_moves_nothing(broken: int, value: float) -> None:
-    leaves = [leaf("a", 4, 6, matrix=4), leaf("b", 9), leaf("c", 5, index=True), leaf("d", 4, 4, matrix=4, index=True)]
+    leaves = [
+        leaf("a", 4, 6, matrix=4),
+        leaf("b", 9),
+        leaf("c", 5, group="index"),
+        leaf("d", 4, 4, matrix=4, group="index"),
+    ]
     optimiser = Optimiser(leaves)
     before = {name: master.clone() for name, master in optimiser.masters().items()}
     give(leaves)
@@ -156,16 +173,27 @@ def test_a_gradient_that_is_not_finite_moves_nothing(broken: int, value: float) 
     assert all(not torch.equal(master, before[name]) for name, master in optimiser.masters().items())
 
 
-def test_gradients_are_consumed_and_only_indexers_may_have_none() -> None:
-    leaves = [leaf("a", 4, 6, matrix=4), leaf("c", 5, index=True)]
+@pytest.mark.parametrize("group", ["index", "vision"])
+def test_what_has_no_gradient_stays_and_only_indexers_and_the_tower_may(group: Group) -> None:
+    leaves = [leaf("a", 4, 6, matrix=4), leaf("c", 5, group=group), leaf("d", 3, 3, matrix=3, group=group)]
     optimiser = Optimiser(leaves)
-    give(leaves[:1])
-    before = optimiser.masters()["c"].clone()
-    optimiser.step(ONE)
-    assert torch.equal(optimiser.masters()["c"], before)
+    before = {name: master.clone() for name, master in optimiser.masters().items()}
+    for _ in range(3):
+        give(leaves[:1])
+        optimiser.step(ONE)
+    assert all(torch.equal(optimiser.masters()[name], before[name]) for name in "cd")  # no decay either
     assert all(item.value.grad is None for item in leaves)
+    assert [int(g.count) for g in optimiser.groups] == [0]
+    fresh = Optimiser(leaves)
+    give(leaves)
+    grads = [item.value.grad.clone() for item in leaves if item.value.grad is not None]
+    optimiser.step(ONE)
+    for item, grad in zip(leaves, grads, strict=True):
+        item.value.grad = grad
+    fresh.step(ONE)
+    assert all(torch.equal(optimiser.masters()[name], fresh.masters()[name]) for name in "cd")  # begins like new
     give(leaves[1:])
-    with pytest.raises(AssertionError, match="a got no gradient"):
+    with pytest.raises(AssertionError, match="no gradient: a"):
         optimiser.step(ONE)
 
 
@@ -175,7 +203,9 @@ def test_gradients_are_consumed_and_only_indexers_may_have_none() -> None:
 def test_every_parameter_of_the_model_has_a_master() -> None:
     trainer = small_trainer(Settings(rows=2, length=32, needle_rows=0, copy_rows=0, index_rows=1))
     masters = trainer.optimiser.masters()
+    assert trainer.tower is not None
     named = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    named |= {f"vision.{name}": p for name, p in trainer.tower.named_parameters()}
     assert masters.keys() == named.keys()
     for name, value in named.items():
         assert torch.equal(masters[name], value.detach().float()), name
@@ -198,9 +228,7 @@ def test_publish_writes_what_the_file_will_hold(store: Store, shape: tuple[int, 
     item = leaf("a", *shape, matrix=matrix, store=store)
     optimiser = Optimiser([item])
     master = item.value.detach().clone() * 3.0
-    optimiser.load_state(
-        {k: [tuple(t * 3.0 for t in part) for part in v] if k != "count" else v for k, v in optimiser.state().items()}
-    )
+    optimiser.load_state({k: [tuple(t * 3.0 for t in part) for part in v] for k, v in optimiser.state().items()})
     torch.testing.assert_close(optimiser.masters()["a"], master)
     optimiser.publish(quantised=False)
     assert torch.equal(item.value.detach(), master)
@@ -224,17 +252,14 @@ def test_publish_writes_what_the_file_will_hold(store: Store, shape: tuple[int, 
 def test_a_saved_state_goes_on_as_if_never_stopped() -> None:
     def made() -> list[Leaf]:
         torch.manual_seed(3)
-        return [leaf("a", 4, 6, matrix=4), leaf("b", 9, 3, matrix=9), leaf("c", 5), leaf("d", 2, index=True)]
+        return [leaf("a", 4, 6, matrix=4), leaf("b", 9, 3, matrix=9), leaf("c", 5), leaf("d", 2, group="index")]
 
     whole, first, second = (Optimiser(made()) for _ in range(3))
     torch.manual_seed(4)
     grads = [give(whole.leaves) for _ in range(5)]
     for step, values in enumerate(grads):
         if step == 3:
-            saved = {
-                k: [tuple(t.clone() for t in part) for part in v] if k != "count" else v.clone()
-                for k, v in first.state().items()
-            }
+            saved = {k: [tuple(t.clone() for t in part) for part in v] for k, v in first.state().items()}
             assert second.fits(saved)
             second.load_state(saved)
         for optimiser in (whole, first if step < 3 else second):
