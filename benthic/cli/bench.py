@@ -14,6 +14,8 @@ from typing import Any
 from benthic import config
 from benthic.types import NUMERICS
 
+NEEDLE_TOKENS = (120, 270, 520, 930)  # lengths of the needle prompts that `bench numerics` asks
+
 
 def _numbers(text: str) -> tuple[int, ...]:
     values = tuple(int(part) for part in text.split(",") if part)
@@ -209,7 +211,7 @@ def _numerics(args: argparse.Namespace) -> int:
 
 
 def _needles(path: Path, count: int, seed: int) -> tuple[tuple[str, str], ...]:
-    """`count` prompts of each length of the held-out ladder, in prose of the documents: (prompt, answer)."""
+    """`count` held-out needle prompts of each length, in prose of the documents: (prompt, answer)."""
     from benthic.bench import eval as evaluation
     from benthic.errors import BenchError
     from benthic.skills.base import Material
@@ -221,7 +223,7 @@ def _needles(path: Path, count: int, seed: int) -> tuple[tuple[str, str], ...]:
         raise BenchError(
             "needles", f"{path} has no sentence of 20 to 200 characters to hide them among; try --needles 0"
         )
-    asked = [data.ladder(material, tokens, count, seed) for tokens in data.NEEDLE_LADDER]
+    asked = [data.ladder(material, tokens, count, seed) for tokens in NEEDLE_TOKENS]
     return tuple((task.messages[0]["content"], task.messages[1]["content"]) for rung in asked for task in rung)
 
 

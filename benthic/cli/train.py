@@ -18,8 +18,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--corpus", type=Path, required=True, help="folder with train-*.jsonl.xz and valid.jsonl.xz")
     data.add_argument("--out", type=Path, required=True, help="data folder to write")
     data.add_argument("--config", type=Path, help="model config to complete; default: the packaged minnow's")
-    data.add_argument("--needle-tokens", type=_count, default=6_000_000, help="training tokens of the needle skill")
-    data.add_argument("--copy-tokens", type=_count, default=2_000_000, help="training tokens of the copy skill")
+    data.add_argument("--prose-tokens", type=_count, help="of the corpus, from its beginning; default: all")
+    data.add_argument(
+        "--skill-tokens",
+        type=_skill_tokens,
+        action="append",
+        default=[],
+        metavar="SKILL=N",
+        help="training tokens of a skill, 0 for none; may be given again",
+    )
     data.add_argument("--seed", type=int, default=0)
     data.set_defaults(run_stage=_data)
     train = stages.add_parser("backbone", help="data folder -> trained masters, log and loss curve", allow_abbrev=False)
@@ -75,6 +82,13 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _skill_tokens(text: str) -> tuple[str, int]:
+    name, _, count = text.partition("=")
+    if not (name and count.isascii() and count.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form SKILL=N, with a whole number N")
+    return name, int(count)
+
+
 def _seconds(text: str) -> float:
     try:
         value = float(text)
@@ -94,14 +108,23 @@ def _data(args: argparse.Namespace) -> int:
     from benthic.train import data
 
     template = read_json(args.config or Path(data.__file__).with_name("minnow.json"))
-    skill_tokens = {"needle": args.needle_tokens, "copy": args.copy_tokens}
-    manifest, config = data.build(args.corpus, args.out, dict(template), args.seed, skill_tokens, _progress)
+    manifest, config = data.build(
+        args.corpus,
+        args.out,
+        dict(template),
+        seed=args.seed,
+        skill_tokens=data.SKILL_TOKENS | dict(args.skill_tokens),
+        prose_tokens=args.prose_tokens,
+        progress=_progress,
+    )
     size = sum(path.stat().st_size for path in args.out.iterdir())
+    part_bytes = {part: data.part_bytes(args.out, manifest, part) for part in manifest.parts}
     result = {
         "folder": str(args.out),
         "bytes": size,
         "tokens": manifest.tokens,
         "documents": manifest.documents,
+        "part_bytes": part_bytes,
         "looping_dropped": manifest.looping_dropped,
         "engram_compressed_vocab_size": config["text_config"]["engram_compressed_vocab_size"],
     }
@@ -110,7 +133,9 @@ def _data(args: argparse.Namespace) -> int:
     else:
         print(f"{args.out}: {size / 1e6:.1f} MB, {sum(manifest.tokens.values())} tokens")
         for part, count in manifest.tokens.items():
-            print(f"  {part:16} {manifest.documents[part]:8} documents {count:10} tokens")
+            print(
+                f"  {part:18} {manifest.documents[part]:8} documents {count:10} tokens {part_bytes[part] / 1e6:8.2f} MB"
+            )
         print(f"  {manifest.looping_dropped} looping documents dropped")
     return 0
 

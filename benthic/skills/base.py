@@ -114,7 +114,7 @@ class Material:
         return ""
 
 
-MIN_WORDS = 8
+MIN_WORDS = 16  # pairs of them make lists of 100 different items
 
 
 def sentences_of(text: str) -> list[str]:

@@ -1,8 +1,10 @@
-"""From text to training rows: read the corpus, render through the official encoding, filter loops, write token files.
+"""From text to training rows: read the corpus, render through the serving encoding, filter loops, write token files.
 
-A data folder holds the tokenizer, the completed model config, compressed token files by part and `data.json`. A
-token file is little-endian uint16 ids, xz; every document begins with BOS. Loss goes to what stands between `</think>`
-and EOS, EOS included. Rendering needs the deepseek-recipe package; reading a data folder does not.
+A data folder (format 2) holds the tokenizer, the completed model config, one token file a part and `data.json`. A token
+file is little-endian uint16 ids, xz; every document begins with BOS. Parts are `prose` and the skills, each with a
+held-out part that ends in `.valid`, and held-out needles of given lengths. A part with pictures has a file of their
+records beside it, one picture a document, in the order of the documents. Rendering needs the deepseek-recipe package;
+reading a data folder does not.
 """
 
 import json
@@ -10,27 +12,36 @@ import lzma
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benthic.errors import BadTrainingData
-from benthic.models.deepseek_v41_config import ModelConfig
+from benthic.models.deepseek_v41_config import ModelConfig, VisionConfig
 from benthic.skills.base import SKILLS, Material, Split, Task
 from benthic.skills.loops import looping
-from benthic.text.tokenizer import FILE_NAME, Tokenizer
+from benthic.text.tokenizer import FILE_NAME, SPECIALS, Tokenizer
 from benthic.train import tokenizer_bpe
+
+if TYPE_CHECKING:
+    from benthic.skills.shapes import Picture
 
 Ids = NDArray[np.uint16]
 
 MANIFEST = "data.json"
-FORMAT = 1
+FORMAT = 2
 MAX_VOCAB = 1 << 16  # ids are stored as uint16
-NEEDLE_LADDER = (120, 270, 520, 930)  # tokens of the held-out needle prompts
+LONGEST = 4096  # tokens of a skill's document; one that comes out longer is drawn again
+SKILL_TOKENS = {"needle": 8_000_000, "copy": 2_000_000}
+NEEDLE_LADDER = (512, 2048, 4000)  # tokens of the held-out needle prompts
+LADDER_DOCUMENTS = 64
+HELD_OUT_DOCUMENTS = 256  # of each skill
+FILLER_PAIRS = 2500  # whose sentences the skills are built from: few, so that their documents pack small
 
 
 class Pair(NamedTuple):
@@ -66,86 +77,65 @@ def corpus_files(folder: Path) -> tuple[list[Path], Path]:
 
 
 def material_of(path: Path) -> Material:
-    """What the skills are built from, out of one corpus file. Raises BadTrainingData when it is too little."""
-    material = Material.of((pair.prompt, pair.response) for pair in read_pairs(path))
+    """What the skills are built from, out of the beginning of a corpus file. Raises BadTrainingData: too little."""
+    material = Material.of((pair.prompt, pair.response) for pair in islice(read_pairs(path), FILLER_PAIRS))
     if material.lacks:
         raise BadTrainingData(path, material.lacks)
     return material
 
 
 class Renderer:
-    """Conversations -> token ids, by deepseek-recipe's V4.1 encoding, so that training and serving share a template."""
+    """Conversations -> token ids, by the encoding that serving uses."""
 
-    def __init__(self, tokenizer_file: Path):
-        import deepseek_recipe as recipe
+    def __init__(self, tokenizer: Tokenizer, vision: VisionConfig | None):
+        from benthic.models.deepseek_v41_vision import geometry
+        from benthic.text.prompt import ChatEncoder
 
-        self._recipe = recipe
-        tokenizer = recipe.Tokenizer.from_file(str(tokenizer_file))
-        self._encoding = recipe.DeepseekV41Encoding().with_tokenizer(tokenizer)
+        self.encoder, self.eos_id = ChatEncoder(tokenizer), tokenizer.eos_id
+        self._spans = None if vision is None else lambda width, height: geometry(width, height, vision).tokens
 
-    def ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """A whole conversation, non-thinking, up to the end token of its last answer."""
-        kinds = {"user": self._recipe.UserMessage, "assistant": self._recipe.AssistantMessage}
-        turns: list[Any] = [kinds[message["role"]](message["content"]) for message in messages]
-        ids = self._encoding.encode(self._recipe.Conversation(turns, thinking_mode=False))
-        return ids[:-2]  # without the header of the next answer that the encoding always opens
+    def ids(self, task: Task) -> list[int]:
+        """A whole conversation, up to the end token of its last answer."""
+        request = task.request()
+        if task.thinking and not task.tools:
+            # reasoning is kept where the answer is to be continued, and nowhere else
+            *before, last = task.messages
+            assert not any("reasoning_content" in message for message in before), f"{task.skill}: thinks more than once"
+            request["messages"] = (*before, {**last, "prefix": True})
+            return [*self.encoder.encode(**request, spans=self._spans).ids, self.eos_id]
+        # without the header of the next answer that the encoding always opens
+        return list(self.encoder.encode(**request, spans=self._spans).ids[:-2])
 
 
-def template_texts() -> list[str]:
-    """Text that the encoding itself writes (effort line, tools section, response format), without special tokens."""
-    import deepseek_recipe as recipe
+def plain(text: str, answer: str) -> Task:
+    """One question and its answer."""
+    return Task("prose", ({"role": "user", "content": text}, {"role": "assistant", "content": answer}))
 
-    encoding = recipe.DeepseekV41Encoding()
-    tool = recipe.ToolDefinition(
-        "get_weather",
-        "Get the weather of a city.",
-        {
-            "type": "object",
-            "properties": {"city": {"type": "string", "description": "name of the city"}, "days": {"type": "integer"}},
-            "required": ["city"],
-        },
-    )
-    call = recipe.ToolCall("1", "get_weather", '{"city": "Paris", "days": 3}')
-    user, answer = recipe.UserMessage("What is the weather in Paris?"), recipe.AssistantMessage("It is sunny.")
-    system = recipe.SystemMessage("You are a helpful assistant.")
-    called = recipe.AssistantMessage("", "I should look it up.", [call])
-    result = recipe.ToolMessage('{"weather": "sunny"}', "1")
-    conversations = [
-        recipe.Conversation([system, user], thinking_mode=True, reasoning_effort=effort)
-        for effort in ("low", "high", "max")
-    ]
-    conversations += [
-        recipe.Conversation([system, user, called, result], thinking_mode=thinking, tools=[tool])
-        for thinking in (True, False)
-    ]
-    conversations += [
-        recipe.Conversation([system, user, answer, user], thinking_mode=False, response_format="json_object"),
-        recipe.Conversation(
-            [user],
-            thinking_mode=False,
-            response_schema={
-                "type": "object",
-                "properties": {"name": {"type": "string"}, "age": {"type": "number"}},
-                "required": ["name", "age"],
-            },
-        ),
-    ]
-    texts: list[str] = []
-    for conversation in conversations:
-        rendered = encoding.render_conversation(conversation)
-        at = 0
-        for start, end in [*rendered.special_ranges, (len(rendered.prompt), len(rendered.prompt))]:
-            if rendered.prompt[at:start]:
-                texts.append(rendered.prompt[at:start])
-            at = end
-    return texts
+
+def template_texts(tasks: Iterable[Task], vision: VisionConfig | None) -> list[str]:
+    """What the encoding makes of conversations, in pieces between special tokens."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / FILE_NAME
+        tokenizer_bpe.save(tokenizer_bpe.train_tokenizer([], 256 + len(SPECIALS)), file)  # bytes alone
+        tokenizer = Tokenizer(file)
+        special = set(tokenizer.special_ids.values())
+        renderer = Renderer(tokenizer, vision)
+        texts: list[str] = []
+        for task in tasks:
+            pieces = groupby(renderer.ids(task), special.__contains__)
+            texts += [tokenizer.decode(list(ids)) for is_special, ids in pieces if not is_special]
+        return texts
 
 
 # ---- token files -----------------------------------------------------------------------------------------------------
 
 
+# ids are two bytes: the position of a byte matters modulo 2; a dictionary that holds the whole part finds every repeat
+_XZ = [{"id": lzma.FILTER_LZMA2, "preset": 9, "lc": 3, "lp": 1, "pb": 1, "dict_size": 128 << 20}]
+
+
 def write_ids(path: Path, ids: Ids) -> None:
-    path.write_bytes(lzma.compress(ids.astype("<u2").tobytes(), preset=6))
+    path.write_bytes(lzma.compress(ids.astype("<u2").tobytes(), filters=_XZ))
 
 
 def read_ids(path: Path) -> Ids:
@@ -159,7 +149,7 @@ def read_ids(path: Path) -> Ids:
     return np.frombuffer(raw, dtype="<u2").astype(np.uint16, copy=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Manifest:
     """What `data.json` says about a data folder."""
 
@@ -190,11 +180,10 @@ class Manifest:
 
 
 def read_part(folder: Path, manifest: Manifest, part: str) -> Ids:
-    """All ids of one part; its files are decompressed side by side. Raises BadTrainingData."""
+    """All ids of one part. Raises BadTrainingData."""
     if part not in manifest.parts:
         raise BadTrainingData(folder, f"no part {part!r}; it has {', '.join(manifest.parts)}")
-    with ThreadPoolExecutor() as pool:
-        ids = np.concatenate(list(pool.map(read_ids, [folder / name for name in manifest.parts[part]])))
+    ids = np.concatenate([read_ids(folder / name) for name in manifest.parts[part]])
     if len(ids) != manifest.tokens[part] or (len(ids) and ids.max() >= manifest.vocab_size):
         raise BadTrainingData(
             folder,
@@ -202,6 +191,33 @@ def read_part(folder: Path, manifest: Manifest, part: str) -> Ids:
             f"below {manifest.vocab_size}; make the folder again with `benthic train data`",
         )
     return ids
+
+
+def part_bytes(folder: Path, manifest: Manifest, part: str) -> int:
+    """Of its files on disk, pictures included."""
+    files = [*(folder / name for name in manifest.parts[part]), pictures_file(folder, part)]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def pictures_file(folder: Path, part: str) -> Path:
+    return folder / f"{part}.pictures.jsonl.xz"
+
+
+def read_pictures(folder: Path, manifest: Manifest, part: str) -> "list[Picture]":
+    """The picture of each document of a part, empty for a part without. Raises BadTrainingData."""
+    path = pictures_file(folder, part)
+    if not path.is_file():
+        return []
+    from benthic.skills.shapes import Picture
+
+    try:
+        with lzma.open(path, "rt", encoding="utf-8") as lines:
+            pictures = [Picture.of_json(json.loads(line)) for line in lines]
+    except (OSError, EOFError, lzma.LZMAError, ValueError, KeyError, TypeError) as error:
+        raise BadTrainingData(path, f"{error}; make the folder again with `benthic train data`") from error
+    if len(pictures) != manifest.documents[part]:
+        raise BadTrainingData(path, f"it has {len(pictures)} pictures for {manifest.documents[part]} documents")
+    return pictures
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -212,29 +228,47 @@ def document_starts(ids: Ids, bos: int) -> NDArray[np.int64]:
     return np.append(np.flatnonzero(ids == bos), len(ids)).astype(np.int64)
 
 
-def pack_rows(ids: Ids, starts: NDArray[np.int64], length: int, pad: int, rng: np.random.Generator) -> Ids:
-    """Whole documents into rows [n, length], shuffled; what is left of a row is padding. A longer document is cut.
+class Rows(NamedTuple):
+    ids: Ids  # [n, length]
+    documents: NDArray[np.int64]  # numbers of the documents, in the order in which they stand in the rows
+    firsts: NDArray[np.int64]  # [n + 1] where the documents of each row begin in `documents`
 
+
+def pack_rows(
+    ids: Ids,
+    starts: NDArray[np.int64],
+    length: int,
+    pad: int,
+    rng: np.random.Generator,
+    chosen: NDArray[np.int64] | None = None,
+) -> Rows:
+    """Whole documents into rows, shuffled; what is left of a row is padding. A longer document is cut.
+
+    chosen   numbers of the documents to pack; default: all
     Best fit within windows of 8192 documents: each row takes the longest document that still fits, again and again.
     """
-    order = rng.permutation(len(starts) - 1)
+    order = rng.permutation(len(starts) - 1 if chosen is None else chosen)
     sizes = np.minimum(np.diff(starts), length)
-    rows: list[Ids] = []
+    members: list[list[int]] = []
     for begin in range(0, len(order), 8192):
         window = sorted((int(sizes[d]), int(d)) for d in order[begin : begin + 8192])
         while window:
-            row = np.full(length, pad, dtype=np.uint16)
-            room = length
-            while window:
-                at = bisect_right(window, (room, len(starts))) - 1
-                if at < 0:
-                    break
+            room, row = length, []
+            while (at := bisect_right(window, (room, len(starts))) - 1) >= 0:
                 size, document = window.pop(at)
-                row[length - room : length - room + size] = ids[starts[document] : starts[document] + size]
+                row.append(document)
                 room -= size
-            rows.append(row)
-    packed = np.stack(rows)
-    return packed[rng.permutation(len(packed))]
+            members.append(row)
+    members = [members[i] for i in rng.permutation(len(members))]
+    packed = np.full((len(members), length), pad, dtype=np.uint16)
+    for row, documents in zip(packed, members, strict=True):
+        at = 0
+        for document in documents:
+            size = sizes[document]
+            row[at : at + size] = ids[starts[document] : starts[document] + size]
+            at += size
+    firsts = np.cumsum([0, *map(len, members)])
+    return Rows(packed, np.array([d for row in members for d in row], dtype=np.int64), firsts.astype(np.int64))
 
 
 def one_per_row(ids: Ids, starts: NDArray[np.int64], length: int, pad: int) -> Ids:
@@ -274,17 +308,30 @@ def without_loops(ids: Ids, starts: NDArray[np.int64]) -> tuple[Ids, int, int]:
     return ids[keep], int((~bad).sum()), int(bad.sum())
 
 
-def skill_documents(
-    kind: str, split: Split, tokens: int, render: Callable[[Sequence[Mapping[str, Any]]], list[int]],
-    material: Material, seed: int,
-) -> Iterator[list[int]]:  # fmt: skip
-    """Rendered documents of one skill until `tokens` ids are made."""
-    rng = random.Random(f"{kind}/{split}/{seed}")
+class Document(NamedTuple):
+    ids: list[int]
+    pictures: "tuple[Picture, ...]"
+
+
+def skill_documents(skill: str, split: Split, material: Material, render: Callable[[Task], list[int]], seed: int,
+                    **options: Any) -> Iterator[Document]:  # fmt: skip
+    """Rendered tasks of one skill, without end."""
+    rng = random.Random(f"{skill}/{split}/{seed}/{options}")
+    while True:
+        task = SKILLS[skill].make(rng, material, split, **options)
+        ids = render(task)
+        if len(ids) <= LONGEST:
+            yield Document(ids, task.pictures)
+
+
+def until(documents: Iterable[Document], tokens: int) -> Iterator[Document]:
+    """Documents until so many tokens are there."""
     made = 0
-    while made < tokens:
-        ids = render(SKILLS[kind].make(rng, material, split).messages)
-        made += len(ids)
-        yield ids
+    for document in documents:
+        if made >= tokens:
+            return
+        made += len(document.ids)
+        yield document
 
 
 def ladder(material: Material, tokens: int, count: int, seed: int) -> Iterator[Task]:
@@ -298,76 +345,100 @@ def build(
     corpus: Path,
     out: Path,
     config_template: dict[str, Any],
+    *,
     seed: int,
-    skill_tokens: dict[str, int],
+    skill_tokens: Mapping[str, int],
     progress: Progress,
+    prose_tokens: int | None = None,
 ) -> tuple[Manifest, dict[str, Any]]:
     """Make a data folder from a corpus folder. Returns its manifest and the completed model config.
 
     config_template  a whole model config; what follows from the tokenizer is replaced
+    skill_tokens     training tokens of each skill; one that is not named or has 0 has no part
+    prose_tokens     of prose, whole documents from the beginning; None: all
     Raises           BadTrainingData; the errors of ModelConfig.from_json
     """
     train_files, valid_file = corpus_files(corpus)
-    vocab_size = ModelConfig.from_json(config_template, "the model config").text.vocab_size
+    template = ModelConfig.from_json(config_template, "the model config")
+    vocab_size = template.text.vocab_size
     if vocab_size > MAX_VOCAB:
         raise BadTrainingData("the model config", f"vocab_size is {vocab_size}, token files hold ids below {MAX_VOCAB}")
-    first = list(read_pairs(train_files[0]))
+    if unknown := skill_tokens.keys() - SKILLS.keys():
+        raise BadTrainingData("the skills", f"no skill {', '.join(sorted(unknown))}; there are {', '.join(SKILLS)}")
+    materials: dict[Split, Material] = {"train": material_of(train_files[0]), "held_out": material_of(valid_file)}
     out.mkdir(parents=True, exist_ok=True)
+    first = list(read_pairs(train_files[0]))
     texts = [text for pair in first for text in (pair.prompt, pair.response)]
-    templates = template_texts()
-    texts += templates * max(1, len(first) // 100)  # enough that their words become whole tokens
+    texts += template_texts(_samples(materials["train"], seed), template.vision) * max(1, len(first) // 1000)
     tokenizer_file = out / FILE_NAME
     tokenizer_bpe.save(tokenizer_bpe.train_tokenizer(texts, vocab_size), tokenizer_file)
-    config = complete_config(config_template, Tokenizer(tokenizer_file))
+    tokenizer = Tokenizer(tokenizer_file)
+    config = complete_config(config_template, tokenizer)
     (out / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
-    renderer = Renderer(tokenizer_file)
-    parts: dict[str, list[str]] = {}
-    tokens: dict[str, int] = {}
-    documents: dict[str, int] = {}
-    dropped = 0
+    renderer = Renderer(tokenizer, ModelConfig.from_json(config).vision)
+    manifest = Manifest(FORMAT, seed, vocab_size, {}, {}, {}, 0)
 
-    def write(part: str, name: str, ids: Ids, count: int) -> None:
-        write_ids(out / name, ids)
-        parts.setdefault(part, []).append(name)
-        tokens[part] = tokens.get(part, 0) + len(ids)
-        documents[part] = documents.get(part, 0) + count
-
-    for part, files in (("prose", train_files), ("valid", [valid_file])):
-        for number, path in enumerate(files):
-            collected = Collected()
-            for pair in progress(read_pairs(path), path.name, None):
-                collected.add(
-                    renderer.ids(
-                        [{"role": "user", "content": pair.prompt}, {"role": "assistant", "content": pair.response}]
-                    )
-                )
-            ids, starts = collected.flat()
-            count = len(starts) - 1
-            if part == "prose":
-                ids, count, bad = without_loops(ids, starts)
-                dropped += bad
-            write(part, f"{part}-{number}.ids.xz", ids, count)
-    materials: dict[Split, Material] = {"train": material_of(train_files[0]), "held_out": material_of(valid_file)}
-    for kind, budget in skill_tokens.items():
-        for split, material in materials.items():
-            collected = Collected()
-            size = budget if split == "train" else budget // 40
-            rendered = skill_documents(kind, split, size, renderer.ids, material, seed)
-            for ids in progress(rendered, f"{kind} {split}", None):
-                collected.add(ids)
-            flat, starts = collected.flat()
-            part = kind if split == "train" else f"{kind}-held-out"
-            write(part, f"{part}.ids.xz", flat, len(starts) - 1)
-    for tokens_wanted in NEEDLE_LADDER:
+    def write(part: str, documents: Iterable[Document], *, drop_loops: bool = False) -> None:
         collected = Collected()
-        for task in ladder(materials["held_out"], tokens_wanted, 64, seed):
-            collected.add(renderer.ids(task.messages))
-        flat, starts = collected.flat()
-        write(f"ladder-{tokens_wanted}", f"ladder-{tokens_wanted}.ids.xz", flat, len(starts) - 1)
-    manifest = Manifest(FORMAT, seed, vocab_size, parts, tokens, documents, dropped)
+        pictures: list[Picture] = []
+        for document in documents:
+            collected.add(document.ids)
+            pictures += document.pictures
+        ids, starts = collected.flat()
+        count = len(starts) - 1
+        if drop_loops:
+            ids, count, manifest.looping_dropped = without_loops(ids, starts)
+        write_ids(out / f"{part}.ids.xz", ids)
+        if pictures:
+            lines = "".join(json.dumps(picture.as_json()) + "\n" for picture in pictures)
+            pictures_file(out, part).write_bytes(lzma.compress(lines.encode(), preset=9))
+        manifest.parts[part] = [f"{part}.ids.xz"]
+        manifest.tokens[part], manifest.documents[part] = len(ids), count
+
+    def prose(files: Sequence[Path]) -> Iterator[Document]:
+        for path in files:
+            for pair in progress(read_pairs(path), path.name, None):
+                yield Document(renderer.ids(plain(pair.prompt, pair.response)), ())
+
+    training = prose(train_files)
+    write("prose", training if prose_tokens is None else until(training, prose_tokens), drop_loops=True)
+    write("prose.valid", prose([valid_file]))
+    for skill, budget in skill_tokens.items():
+        if budget:
+            made = skill_documents(skill, "train", materials["train"], renderer.ids, seed)
+            write(skill, progress(until(made, budget), skill, None))
+            made = skill_documents(skill, "held_out", materials["held_out"], renderer.ids, seed)
+            write(f"{skill}.valid", progress(islice(made, HELD_OUT_DOCUMENTS), f"{skill}.valid", HELD_OUT_DOCUMENTS))
+    for tokens in NEEDLE_LADDER:
+        rung = ladder(materials["held_out"], tokens, LADDER_DOCUMENTS, seed)
+        write(f"needle-{tokens}.valid", (Document(renderer.ids(task), ()) for task in rung))
     manifest.write(out)
     return manifest, config
+
+
+def _samples(material: Material, seed: int) -> Iterator[Task]:
+    """Conversations whose words should become whole tokens: what the encoding writes of itself, and every skill."""
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Get the weather of a city.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+    asked = plain("What is the weather in Paris? Answer in JSON.", "It is sunny.").messages
+    asked = ({"role": "system", "content": "You are a helpful assistant."}, *asked)
+    for _ in range(4):
+        yield Task("prose", asked)
+        yield Task("prose", asked, tools=(tool,))
+        yield Task("prose", asked, tools=(tool,), thinking=True)
+        yield Task("prose", asked, response_format={"type": "json_object"})
+        for effort in ("low", "high", "max"):
+            yield Task("prose", asked, thinking=True, effort=effort)
+    rng = random.Random(f"samples/{seed}")
+    for name in SKILLS:
+        yield from (SKILLS[name].make(rng, material, "train") for _ in range(30))
 
 
 def complete_config(template: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:

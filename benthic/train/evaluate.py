@@ -80,15 +80,15 @@ def report(trainer: Trainer, evaluator: Evaluator, *, documents: int | None = No
     documents  how many of each part, from its beginning; None: all
     """
     out: dict[str, float] = {}
-    ladder = [part for part in evaluator.manifest.parts if part.startswith("ladder-")]
+    ladder = [part for part in evaluator.manifest.parts if part.startswith("needle-")]
     for name, phase in (("packed", Phase(True, True)), ("float", Phase(True, False))):
         trainer.enter(phase)
-        valid = evaluator.score("valid", topk=True, limit=documents)
+        valid = evaluator.score("prose.valid", topk=True, limit=documents)
         out[f"{name}_bits_per_byte"] = valid.bits_per_byte
         out[f"{name}_nats_per_token"] = valid.nats_per_token
     out["packed_over_float_perplexity"] = math.exp(out["packed_nats_per_token"] - out["float_nats_per_token"])
     trainer.enter(Phase(True, True))
-    for part in (*ladder, "copy-held-out"):
+    for part in (*ladder, "copy.valid"):
         out[f"packed_exact_{part}"] = evaluator.score(part, topk=True, limit=documents).exact
         out[f"packed_exact_{part}_dense"] = evaluator.score(part, topk=False, limit=documents).exact
     return out

@@ -136,7 +136,7 @@ class RowLoader:
         ids, tokens = self.ids[part], self.tokens
         rng = np.random.default_rng([self.settings.seed, epoch, self.PARTS.index(part)])
         rows = data.pack_rows(ids, data.document_starts(ids, tokens.bos), self.settings.length, tokens.pad, rng)
-        return torch.from_numpy(rows.view(np.int16)).to(self.device)  # two bytes an id, whatever their sign
+        return torch.from_numpy(rows.ids.view(np.int16)).to(self.device)  # two bytes an id, whatever their sign
 
     def next(self) -> Tensor:
         """[B, L] int64."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import benthic
 from benthic.bench import numerics
-from benthic.cli import main
+from benthic.cli import bench, main
 from benthic.config import Config
 from benthic.engine.llm import LLM
 from benthic.errors import BenchError
@@ -329,11 +329,11 @@ def test_the_command_hides_codes_in_the_text(
     ((settings, options),) = taken
     assert (settings.model, settings.device) == ("minnow", "auto")
     assert (options.data, options.documents, options.tokens, options.profiles) == (text, 7, 48, ("fast",))
-    assert len(options.needles) == 2 * len(data.NEEDLE_LADDER)
+    assert len(options.needles) == 2 * len(bench.NEEDLE_TOKENS)
     material = Material((), ("The fox ran home in the rain.", "Its den was warm and dry."))
-    want = [t for n in data.NEEDLE_LADDER for t in data.ladder(material, n, 2, 0)]
+    want = [t for n in bench.NEEDLE_TOKENS for t in data.ladder(material, n, 2, 0)]
     assert options.needles == tuple((t.messages[0]["content"], t.messages[1]["content"]) for t in want)
-    for length, (prompt, answer) in zip(np.repeat(data.NEEDLE_LADDER, 2), options.needles, strict=True):
+    for length, (prompt, answer) in zip(np.repeat(bench.NEEDLE_TOKENS, 2), options.needles, strict=True):
         assert abs(length * CHARACTERS_PER_TOKEN - len(prompt)) < 150
         assert answer in prompt
         assert answer.endswith("7")

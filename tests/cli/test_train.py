@@ -15,7 +15,7 @@ from benthic.models.weights import Checkpoint
 from benthic.train import data, loop
 from tests.train.small import small_corpus, small_json
 
-DATA = ("--needle-tokens", "3000", "--copy-tokens", "1500")
+DATA = ("--skill-tokens", "needle=3000", "--skill-tokens", "copy=1500")
 RUN = (
     *(
         "--device",
@@ -90,7 +90,7 @@ def test_from_a_corpus_to_generated_text(root: Path, tmp_path: Path, capsys: pyt
     assert second["packed_bytes"] == sum(path.stat().st_size for path in packed.iterdir())
     assert second.items() >= json.loads((out / "result.json").read_text()).items()
     assert second["float_bits_per_byte"] > 0
-    assert {f"packed_exact_ladder-{n}" for n in data.NEEDLE_LADDER} < second.keys()
+    assert {f"packed_exact_needle-{n}.valid" for n in data.NEEDLE_LADDER} < second.keys()
     assert str(tmp_path) not in (out / "result.json").read_text()
     assert (out / loop.PLOT_FILE).read_bytes().startswith(b"\x89PNG")
     with (out / loop.LOG_FILE).open(newline="") as file:
@@ -125,6 +125,16 @@ def test_data_says_what_it_made(root: Path, tmp_path: Path, capsys: pytest.Captu
     code, out, err = run(capsys, *command, "--out", tmp_path / "b")
     assert (code, err) == (0, "")
     assert f"{manifest.documents['prose']} documents" in " ".join(out.split())
+    assert result["part_bytes"].keys() == manifest.parts.keys()
+    assert sum(result["part_bytes"].values()) < result["bytes"]
+    less = good(capsys, *command, "--out", tmp_path / "c", "--prose-tokens", "900", "--skill-tokens", "copy=0")
+    assert 900 <= less["tokens"]["prose"] < 1100
+    assert "copy" not in less["tokens"]
+    for wrong in ("copy", "=5", "copy=x", "copy=-1"):
+        assert "of the form SKILL=N" in refused(capsys, 2, *command, "--out", tmp_path / "d", "--skill-tokens", wrong)
+    unknown = refused(capsys, 2, *command, "--out", tmp_path / "d", "--skill-tokens", "juggling=5")
+    assert "no skill juggling; there are copy, needle" in unknown
+    assert not (tmp_path / "d").exists()
 
 
 def test_a_profile_comes_after_everything_else(

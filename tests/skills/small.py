@@ -6,4 +6,4 @@ from benthic.skills.base import Material, Split
 from tests.train.small import DEEDS, THINGS, story
 
 SPLITS: tuple[Split, ...] = ("train", "held_out")
-MATERIAL = Material.of([(" ".join([*THINGS, *DEEDS]), story(random.Random(5), 200))])
+MATERIAL = Material.of([(" ".join([*THINGS, *DEEDS, "short", "story", "with"]), story(random.Random(5), 200))])

@@ -156,7 +156,7 @@ def test_material_is_words_of_prompts_and_sentences_of_responses() -> None:
     pairs = [("Write of a Cat and a dog, an elephantine dog.", "The cat sat on the mat. No."), ("The dog", "x")]
     material = Material.of(pairs)
     assert material == Material(("and", "dog"), ("The cat sat on the mat.",))
-    assert material.lacks == "it has 2 different words of 3 to 9 small letters in its prompts, the skills need 8"
+    assert material.lacks == "it has 2 different words of 3 to 9 small letters in its prompts, the skills need 16"
     assert "0 sentences of 20 to 200 characters" in Material.of(pairs[1:]).lacks
     assert not MATERIAL.lacks
 

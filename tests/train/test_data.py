@@ -12,6 +12,7 @@ import pytest
 
 from benthic.errors import BadConfigKey, BadTrainingData, MissingConfigKey
 from benthic.models.deepseek_v41_config import ModelConfig
+from benthic.skills.base import Task
 from benthic.skills.text import conversation
 from benthic.testing.tokenizers import write_tokenizer
 from benthic.text.tokenizer import FILE_NAME, SPECIALS, Tokenizer
@@ -93,7 +94,8 @@ def test_corpus_folder_needs_both_kinds_of_file(tmp_path: Path) -> None:
 def test_rows_equal_the_official_encoding(tmp_path: Path) -> None:
     recipe = pytest.importorskip("deepseek_recipe")
     file = write_tokenizer(tmp_path)
-    tokenizer, renderer = Tokenizer(file), data.Renderer(file)
+    tokenizer = Tokenizer(file)
+    renderer = data.Renderer(tokenizer, None)
     special = tokenizer.special_ids
     turns = [
         ("What is your name? 42", "Lily."),
@@ -104,7 +106,7 @@ def test_rows_equal_the_official_encoding(tmp_path: Path) -> None:
     for user, answer in turns:
         want += [special["user"], *tokenizer.encode(user, bos=False), special["assistant"], special["think_close"]]
         want += [*tokenizer.encode(answer, bos=False), special["eos"]]
-    assert renderer.ids(conversation("copy", turns).messages) == want
+    assert renderer.ids(conversation("copy", turns)) == want
     encoding = recipe.DeepseekV41Encoding().with_tokenizer(recipe.Tokenizer.from_file(str(file)))
     messages = [m for user, answer in turns for m in (recipe.UserMessage(user), recipe.AssistantMessage(answer))]
     official = list(encoding.encode(recipe.Conversation(messages, thinking_mode=False)))
@@ -116,10 +118,12 @@ def test_rows_equal_the_official_encoding(tmp_path: Path) -> None:
 
 
 def test_template_texts_are_the_encodings_own_words() -> None:
-    texts = data.template_texts()
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}
+    messages = ({"role": "system", "content": "Be kind."}, *data.plain("Naïve 😀?", "It is sunny.").messages)
+    texts = data.template_texts([Task("prose", messages, tools=(tool,), thinking=True)], None)
     assert not any(special.spelling in text for text in texts for special in SPECIALS.values())
     joined = "\n".join(texts)
-    for part in ("You are a helpful assistant.", "get_weather", "What is the weather in Paris?", "Reasoning Effort"):
+    for part in ("Be kind.", "get_weather", "Naïve 😀?", "It is sunny.", "Reasoning Effort: 75", "## Tools"):
         assert part in joined
 
 
@@ -233,19 +237,39 @@ def test_every_document_is_packed_once_and_whole(sizes: list[int]) -> None:
     ids, starts = documents_of(sizes)
     assert data.document_starts(ids, BOS).tolist() == starts.tolist()
     rows = data.pack_rows(ids, starts, length, PAD, np.random.default_rng(1))
-    assert rows.shape[1] == length
-    got = sorted(document for row in rows.tolist() for document in split_row(row))
+    assert rows.ids.shape[1] == length
+    got = sorted(document for row in rows.ids.tolist() for document in split_row(row))
     assert got == sorted((BOS, *[100 + i] * (min(size, length) - 1)) for i, size in enumerate(sizes))
 
 
 def test_packing_wastes_little_and_depends_on_the_seed_alone() -> None:
     sizes = np.random.default_rng(0).integers(20, 400, 10_000).tolist()  # more than one window
     ids, starts = documents_of(sizes)
-    first, again, other = (data.pack_rows(ids, starts, 1024, PAD, np.random.default_rng(seed)) for seed in (1, 1, 2))
+    first, again, other = (
+        data.pack_rows(ids, starts, 1024, PAD, np.random.default_rng(seed)).ids for seed in (1, 1, 2)
+    )
     assert (first == again).all()
     assert first.shape != other.shape or (first != other).any()
     assert sum(sizes) / first.size > 0.98
     assert Counter(first.flatten().tolist())[PAD] == first.size - sum(sizes)
+
+
+def test_rows_say_which_documents_they_hold() -> None:
+    sizes = [9, 8, 8, 7, 5, 5, 3, 3, 12, 40, 2]
+    ids, starts = documents_of(sizes)
+    rows = data.pack_rows(ids, starts, 16, PAD, np.random.default_rng(1))
+    assert sorted(rows.documents.tolist()) == list(range(len(sizes)))
+    assert len(rows.firsts) == len(rows.ids) + 1
+    for row, (a, b) in zip(rows.ids.tolist(), pairwise(rows.firsts), strict=True):
+        assert [document[1] for document in split_row(row)] == [100 + d for d in rows.documents[a:b]]
+
+
+def test_some_documents_can_be_packed_alone() -> None:
+    ids, starts = documents_of([9, 8, 30, 7, 5])
+    chosen = np.flatnonzero(np.diff(starts) <= 16)
+    rows = data.pack_rows(ids, starts, 16, PAD, np.random.default_rng(1), chosen)
+    assert sorted(rows.documents.tolist()) == [0, 1, 3, 4]
+    assert not (rows.ids == 102).any()
 
 
 def test_one_document_a_row() -> None:
@@ -266,18 +290,25 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, data.Manifest
     root = tmp_path_factory.mktemp("built")
     looping = {"kind": "story", "prompt": "Go on.", "response": "The dog ran to the house and back. " * 12}
     corpus = write_corpus(root / "corpus", [pairs(1, 60), [*pairs(2, 20), looping]], [*pairs(3, 12), looping])
-    return root, *data.build(corpus, root / "out", small_json(), 3, {"needle": 4000, "copy": 2000}, quiet)
+    return root, *make(corpus, root / "out")
+
+
+def make(corpus: Path, out: Path, **changes: Any) -> tuple[data.Manifest, dict[str, Any]]:
+    options: dict[str, Any] = {"seed": 3, "skill_tokens": {"needle": 4000, "copy": 2000}, "progress": quiet}
+    return data.build(corpus, out, small_json(), **options | changes)
 
 
 def test_folder_is_described_by_its_manifest(built: Any) -> None:
     root, manifest, config = built
     out = root / "out"
     assert data.Manifest.read(out) == manifest
-    ladder = {f"ladder-{n}": 64 for n in data.NEEDLE_LADDER}
-    assert manifest.parts["prose"] == ["prose-0.ids.xz", "prose-1.ids.xz"]
-    assert {"prose": 80, "valid": 13, **ladder}.items() <= manifest.documents.items()
+    ladder = {f"needle-{n}.valid": data.LADDER_DOCUMENTS for n in data.NEEDLE_LADDER}
+    held_out = {f"{skill}.valid": data.HELD_OUT_DOCUMENTS for skill in ("needle", "copy")}
+    counts = {"prose": 80, "prose.valid": 13, **ladder, **held_out}
+    assert counts.items() <= manifest.documents.items()
+    assert manifest.parts.keys() == counts.keys() | {"needle", "copy"}
     assert manifest.looping_dropped == 1
-    assert 4000 <= manifest.tokens["needle"] < 4000 + 3000
+    assert 4000 <= manifest.tokens["needle"] < 4000 + data.LONGEST
     assert 2000 <= manifest.tokens["copy"] < 2000 + 1000
     listed = [name for names in manifest.parts.values() for name in names]
     assert sorted([*listed, FILE_NAME, "config.json", data.MANIFEST]) == sorted(p.name for p in out.iterdir())
@@ -308,9 +339,9 @@ def test_held_out_parts_share_nothing_with_training(built: Any) -> None:
         starts = data.document_starts(ids, config["bos_token_id"])
         texts[part] = {tokenizer.decode(ids[a:b].tolist()) for a, b in pairwise(starts)}
     for training, held_out in (
-        ("prose", ["valid"]),
-        ("copy", ["copy-held-out"]),
-        ("needle", ["needle-held-out", *(f"ladder-{n}" for n in data.NEEDLE_LADDER)]),
+        ("prose", ["prose.valid"]),
+        ("copy", ["copy.valid"]),
+        ("needle", ["needle.valid", *(f"needle-{n}.valid" for n in data.NEEDLE_LADDER)]),
     ):
         for part in held_out:
             assert texts[part]
@@ -335,7 +366,7 @@ def test_config_is_completed_from_the_tokenizer(built: Any) -> None:
 
 def test_the_same_arguments_give_the_same_bytes(built: Any) -> None:
     root, manifest, _ = built
-    again, _ = data.build(root / "corpus", root / "again", small_json(), 3, {"needle": 4000, "copy": 2000}, quiet)
+    again, _ = make(root / "corpus", root / "again")
     assert again == manifest
     for path in (root / "out").iterdir():
         assert (root / "again" / path.name).read_bytes() == path.read_bytes(), path.name
@@ -343,7 +374,8 @@ def test_the_same_arguments_give_the_same_bytes(built: Any) -> None:
 
 def build_from(folder: Path, train: list[dict[str, str]], valid: list[dict[str, str]], **overrides: Any) -> None:
     corpus = write_corpus(folder / "corpus", [train], valid)
-    data.build(corpus, folder / "out", small_json(**overrides), 0, {"needle": 100, "copy": 100}, quiet)
+    options: dict[str, Any] = {"seed": 0, "skill_tokens": {"copy": 100}, "progress": quiet}
+    data.build(corpus, folder / "out", small_json(**overrides), **options)
 
 
 def test_a_corpus_that_cannot_teach_is_refused(tmp_path: Path) -> None:
@@ -351,12 +383,12 @@ def test_a_corpus_that_cannot_teach_is_refused(tmp_path: Path) -> None:
     bad = [{**row, "response": "x"} for row in pairs(3, 5)]
     one = [{**row, "response": row["response"].replace(".", ";") * 2} for row in good]  # a single long sentence
     with pytest.raises(BadTrainingData, match=r"tokenizer\.json .* ids, the model config 4096; .*larger corpus"):
-        build_from(tmp_path / "little", pairs(1, 1), good, vocab_size=4096)
+        build_from(tmp_path / "little", pairs(1, 12), good, vocab_size=4096)
     with pytest.raises(BadTrainingData, match=r"valid\.jsonl\.xz .*0 sentences of 20 to 200 characters"):
         build_from(tmp_path / "valid", good, bad)
     with pytest.raises(BadTrainingData, match=r"train-0\.jsonl\.xz .*0 sentences of 20 to 200 characters"):
         build_from(tmp_path / "train", one, good)
-    with pytest.raises(BadTrainingData, match=r"train-0\.jsonl\.xz .*0 different words .*need 8"):
+    with pytest.raises(BadTrainingData, match=r"train-0\.jsonl\.xz .*0 different words .*need 16"):
         build_from(tmp_path / "words", [{**row, "prompt": "Write it"} for row in good], good)
     for folder in ("little", "valid", "train", "words"):
         with pytest.raises(BadTrainingData):
@@ -373,5 +405,5 @@ def test_a_bad_model_config_is_refused_first(tmp_path: Path) -> None:
     ]
     for config, error in cases:
         with pytest.raises(error, match="the model config"):
-            data.build(corpus, tmp_path / "out", config, 0, {"needle": 100, "copy": 100}, quiet)
+            data.build(corpus, tmp_path / "out", config, seed=0, skill_tokens={"copy": 100}, progress=quiet)
     assert not (tmp_path / "out").exists()

@@ -37,7 +37,7 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> tuple[loop.Trainer, Eva
         documents.append([ids.bos, *body[:question], ids.think_close, *body[question:], ids.eos])
     flat = np.array([id for document in documents for id in document], dtype=np.uint16)
     data.write_ids(folder / "part", flat)
-    names = ("valid", "copy-held-out", "ladder-450")
+    names = ("prose.valid", "copy.valid", "needle-512.valid")
     parts = {name: ["part"] for name in names}
     tokens, counts = dict.fromkeys(names, len(flat)), dict.fromkeys(names, 5)
     manifest = data.Manifest(data.FORMAT, 0, 512, parts, tokens, counts, 0)
@@ -68,7 +68,7 @@ def test_a_part_is_scored_document_by_document(setting: Any, topk: bool) -> None
     """Five documents in batches of two: the last batch is filled up, and the filler does not count."""
     trainer, evaluator, tokenizer, documents = setting
     with trainer.kernels.installed():
-        score = evaluator.score("valid", topk=topk)
+        score = evaluator.score("prose.valid", topk=topk)
     want = by_hand(trainer, tokenizer, documents, topk)
     assert (score.documents, score.tokens, score.response_bytes) == (5, want["tokens"], want["bytes"])
     assert score.nats == pytest.approx(want["nats"], rel=1e-3)
@@ -101,13 +101,15 @@ def test_an_answer_counts_when_all_of_it_is_right(setting: Any) -> None:
     evaluator._batch = watched
     try:
         with trainer.kernels.installed():
-            assert evaluator.score("valid", topk=True).exact == 4 / 5  # the cut one has no answer to be right about
+            assert (
+                evaluator.score("prose.valid", topk=True).exact == 4 / 5
+            )  # the cut one has no answer to be right about
             known.append((0, documents[0].index(trainer.ids.think_close) + 2))  # one token of the first answer
-            assert evaluator.score("valid", topk=True).exact == 3 / 5
+            assert evaluator.score("prose.valid", topk=True).exact == 3 / 5
             known.append((1, 1))  # in a question: it does not matter
-            assert evaluator.score("valid", topk=True).exact == 3 / 5
+            assert evaluator.score("prose.valid", topk=True).exact == 3 / 5
             known.append((2, len(documents[2]) - 2))  # the end token
-            assert evaluator.score("valid", topk=True).exact == 2 / 5
+            assert evaluator.score("prose.valid", topk=True).exact == 2 / 5
     finally:
         del evaluator._batch
 
@@ -115,7 +117,7 @@ def test_an_answer_counts_when_all_of_it_is_right(setting: Any) -> None:
 def test_a_limit_takes_the_first_documents(setting: Any) -> None:
     trainer, evaluator, tokenizer, documents = setting
     with trainer.kernels.installed():
-        score = evaluator.score("valid", topk=True, limit=3)
+        score = evaluator.score("prose.valid", topk=True, limit=3)
     want = by_hand(trainer, tokenizer, documents[:3], True)
     assert (score.documents, score.tokens) == (3, want["tokens"])
     assert score.nats == pytest.approx(want["nats"], rel=1e-3)
@@ -125,7 +127,7 @@ def test_the_report_measures_every_part_in_both_numerics(setting: Any) -> None:
     trainer, evaluator, *_ = setting
     with trainer.kernels.installed():
         result = evaluate.report(trainer, evaluator, documents=2)
-    parts = {f"packed_exact_{part}{dense}" for part in ("copy-held-out", "ladder-450") for dense in ("", "_dense")}
+    parts = {f"packed_exact_{part}{dense}" for part in ("copy.valid", "needle-512.valid") for dense in ("", "_dense")}
     assert parts < result.keys()
     assert result["packed_nats_per_token"] != result["float_nats_per_token"]
     ratio = math.exp(result["packed_nats_per_token"] - result["float_nats_per_token"])
@@ -145,6 +147,6 @@ def test_scores_in_their_units() -> None:
 def test_a_part_without_documents(setting: Any, tmp_path: Path) -> None:
     trainer, _, tokenizer, _ = setting
     data.write_ids(tmp_path / "empty", np.empty(0, dtype=np.uint16))
-    manifest = data.Manifest(data.FORMAT, 0, 512, {"valid": ["empty"]}, {"valid": 0}, {"valid": 0}, 0)
-    score = Evaluator(trainer, tmp_path, manifest, tokenizer).score("valid", topk=True)
+    manifest = data.Manifest(data.FORMAT, 0, 512, {"prose.valid": ["empty"]}, {"prose.valid": 0}, {"prose.valid": 0}, 0)
+    score = Evaluator(trainer, tmp_path, manifest, tokenizer).score("prose.valid", topk=True)
     assert score == (0, 0.0, 0, 0, 0.0)
