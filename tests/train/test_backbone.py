@@ -134,7 +134,9 @@ def test_values_at_the_start():
             assert (value == 1).all(), name
         else:
             spread = value.shape[-1] ** -0.5 if value.ndim == 2 else 1.0
-            assert float(value.detach().float().std()) == pytest.approx(spread, rel=0.25 if value.ndim == 1 else 0.05), name
+            assert float(value.detach().float().std()) == pytest.approx(
+                spread, rel=0.25 if value.ndim == 1 else 0.05
+            ), name
     assert not values["layers.1.engram.wkv.weight"][streams * width :].any()  # the gate opens onto nothing
     sublayers = [values[f"layers.{layer}.hc_{part}.base"] for layer in range(4) for part in ("attn", "ffn")]
     for i, base in enumerate(sublayers):
