@@ -361,6 +361,7 @@ def run(options: Options, say: Callable[[str], None] = lambda _: None) -> dict[s
     steps: list[dict[str, Any]] = []
     left_out: list[str] = []
     with rank.exchange.installed():
+        compiled = _guarded(lambda: compile_kernels(rank, say)) if device.type == "cuda" else {}
         failed = _guarded(lambda: shape_loads(rank))
         for rows in options.rows:
             for context in options.contexts:
@@ -381,6 +382,7 @@ def run(options: Options, say: Callable[[str], None] = lambda _: None) -> dict[s
             "ceilings": ceilings.json(),
             "model": describe(rank),
             "built_seconds": built,
+            "compiled": compiled,
             "seconds": perf_counter() - started,
             "steps": steps,
             "prefill": prefill,
@@ -396,6 +398,26 @@ def _guarded(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return run()
     except Exception as error:  # the other steps still count
         return {"error": f"{type(error).__name__}: {error}"[:400]}
+
+
+def compile_kernels(rank: Rank, say: Callable[[str], None]) -> dict[str, Any]:
+    """What all steps need, side by side, before the first of them runs."""
+    from benthic.kernels.triton import warm
+
+    options, started = rank.options, perf_counter()
+    jobs: dict[warm.Job, None] = {}
+    with warm.noted(jobs):
+        for rows in options.rows:
+            for context in options.contexts:
+                rank.step(rank.decode_batch(*split_rows(rows), context - DRAFTED))()
+        if options.prefill:
+            batch = rank.prefill_batch(0, min(options.chunk, options.prefill))
+            rank.encode(batch)
+            rank.model.forward(batch, rank.model.memory(rank.storage, batch))
+    failures = warm.build(jobs)
+    seconds = perf_counter() - started
+    say(f"{len(jobs)} kernels ready in {seconds:.0f} s" + (f", {len(failures)} do not compile" if failures else ""))
+    return {"kernels": len(jobs), "failed": [failure.job.kernel for failure in failures], "seconds": seconds}
 
 
 def shape_loads(rank: Rank) -> dict[str, Any]:

@@ -1,17 +1,19 @@
 """`benthic bench`: how fast this machine runs a model (step), what the model's text is worth (eval), what number
 formats cost in accuracy (numerics), how close kernels (kernel) and a rank of a large deployment (rank) come to what the
 hardware allows, which configurations are fastest (tune), and what it costs that bits do not depend on the batch
-(invariance).
+(invariance). `compile` only prepares those that need a GPU.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from benthic import config
+from benthic.errors import BenchError
 from benthic.types import NUMERICS
 
 NEEDLE_TOKENS = (120, 270, 520, 930)  # lengths of the needle prompts that `bench numerics` asks
@@ -130,6 +132,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tune.add_argument("--op", metavar="NAME", help="only ops with this in their name; the others keep their entries")
     tune.add_argument("--table", type=Path, metavar="FILE", help="table to write (default: the package's own)")
     tune.set_defaults(run_bench=_tune)
+    compile = benches.add_parser(
+        "compile", help="compile what the GPU benches and a model need, side by side", allow_abbrev=False
+    )
+    compile.add_argument("--op", metavar="NAME", help="only kernel cases whose op has this in its name")
+    compile.add_argument("--no-kernels", action="store_true", help="leave out the cases of bench kernel")
+    compile.add_argument("--no-candidates", action="store_true", help="leave out what bench tune tries")
+    compile.add_argument(
+        "--models", default="minnow", metavar="NAME,NAME", help="models whose steps are compiled (default minnow)"
+    )
+    compile.add_argument("--workers", type=_count, metavar="N", help="processes (default: one a core)")
+    compile.add_argument("--json", action="store_true", help="the whole report as one JSON object")
+    compile.set_defaults(run_bench=_compile)
     for bench in (kernel, same, rank, tune):
         bench.add_argument("--device", default="cuda", help="cuda, or cpu for a reduced run (default cuda)")
         bench.add_argument(
@@ -213,7 +227,6 @@ def _numerics(args: argparse.Namespace) -> int:
 def _needles(path: Path, count: int, seed: int) -> tuple[tuple[str, str], ...]:
     """`count` held-out needle prompts of each length, in prose of the documents: (prompt, answer)."""
     from benthic.bench import eval as evaluation
-    from benthic.errors import BenchError
     from benthic.skills.base import Material
     from benthic.train import data
 
@@ -270,6 +283,23 @@ def _rank(args: argparse.Namespace) -> int:
         drawn = rank.picture(found, folder / f"{name}.png")
         _say(f"drawn in {drawn}" if drawn else "no picture: matplotlib is not installed, or nothing was measured")
     return shown
+
+
+def _compile(args: argparse.Namespace) -> int:
+    if find_spec("triton") is None:
+        raise BenchError("the GPU kernels", "triton is not installed: pip install 'benthic[gpu]'")
+    from benthic.bench import ahead
+
+    options = ahead.Options(
+        kernels=not args.no_kernels,
+        candidates=not args.no_candidates,
+        models=tuple(name for name in args.models.split(",") if name),
+        op=args.op,
+        workers=args.workers or None,
+    )
+    found = ahead.run(options, _say)
+    print(json.dumps(found, ensure_ascii=False) if args.json else ahead.text(found))
+    return 0
 
 
 def _tune(args: argparse.Namespace) -> int:

@@ -23,7 +23,7 @@ from benthic.cache.manager import CacheManager
 from benthic.cache.spec import BLOCK_TOKENS, block_layout, blocks_for
 from benthic.cache.storage import Storage
 from benthic.config import Config, load
-from benthic.engine.graphs import NotCapturable
+from benthic.engine.graphs import NotCapturable, sizes
 from benthic.engine.loop import Loop
 from benthic.engine.runner import Model, Runner
 from benthic.engine.sampler import Sampler
@@ -657,6 +657,8 @@ def build_loop(
     )
     sampler = Sampler(model.vocab_size, device, never)
     runner = Runner(model, storage, sampler, deterministic=config.gpu.deterministic)
+    if device.type == "cuda":
+        _compile(runner, config.scheduler.token_budget)
     captured = device.type == "cuda" and config.gpu.graphs and _capture(runner)
     log.info(
         "ready",
@@ -674,6 +676,23 @@ def build_loop(
         },
     )
     return Loop(scheduler, runner)
+
+
+def _compile(runner: Runner, token_budget: int) -> None:
+    """Compile what steps will need, side by side: one after another, at first use, it takes minutes."""
+    from benthic.kernels.triton import warm  # needs triton, which a CPU install need not have
+
+    jobs: dict[warm.Job, None] = {}
+    with warm.noted(jobs):
+        runner.rehearse(sizes(token_budget))
+    with tqdm(desc="kernels", unit="kernel", file=sys.stderr, disable=None, leave=False) as bar:
+
+        def progress(done: int, of: int) -> None:
+            bar.total = of
+            bar.update(done - bar.n)
+
+        for failure in warm.build(jobs, done=progress):
+            log.warning("kernel does not compile", extra={"kernel": failure.job.kernel, "error": failure.error})
 
 
 def _capture(runner: Runner) -> bool:

@@ -1,6 +1,6 @@
 """Batch -> StepResult on this rank: forward, log-probabilities of prompts, sample, one copy back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import NamedTuple, Protocol
 
@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benthic.cache.spec import CacheSpec
+from benthic.cache.spec import CacheSpec, blocks_for
 from benthic.cache.storage import Storage
 from benthic.engine import batch as batches
-from benthic.engine.graphs import CudaRecorder, Graphs, Record
+from benthic.engine.graphs import CudaRecorder, Graphs, Record, sizes
 from benthic.engine.sampler import Sampled, Sampler
 from benthic.kernels import backends
 from benthic.models.base import Batch, Memory
-from benthic.types import StepPlan, StepResult, TokenLogprobs
+from benthic.types import Chunk, Draw, SamplingParams, StepPlan, StepResult, TokenLogprobs
 
 _SCORE_ROWS = 512  # prompt rows whose logits exist at the same time
 
@@ -91,6 +91,27 @@ class Runner:
         step: Callable[[Tensor], Decided] = lambda told: self._compute(batches.unpack(told, storage))  # noqa: E731
         with backends.invariant(self.deterministic):
             self._graphs = Graphs(columns, step, record or CudaRecorder(storage.device))
+
+    @torch.inference_mode()
+    def rehearse(self, lengths: Iterable[int] = ()) -> None:
+        """Take a step of each kind before there is a request, so that the kernels of all are known.
+
+        lengths  of a chunk of a prompt, in slot 1 and the first blocks; those that do not fit are left out. What it
+                 leaves there is what an ended request leaves.
+        """
+        storage = self.storage
+        most = max(storage.num_slots - 1, 1)
+        columns = torch.zeros(batches.COLUMNS, most, dtype=torch.int64, device=storage.device)
+        uploads = batches.Uploads(storage)
+        with backends.invariant(self.deterministic):
+            for size in reversed(sizes(most)):
+                self._compute(batches.unpack(columns[:, :size].contiguous(), storage))
+            for length in lengths:
+                blocks = tuple(range(1, 1 + blocks_for(length, storage.block_tokens)))
+                if len(blocks) < min(storage.num_blocks, storage.table_blocks + 1):
+                    chunk = Chunk(0, 0, (0,) * length, 0, True, 1, blocks)
+                    draw = Draw(SamplingParams(temperature=0.0), 0, length, (), None, 0)
+                    self._compute(uploads.step(StepPlan(0, (chunk,), (draw,))))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+from benthic.kernels.triton.warm import Hopper
 
 
 class Built(NamedTuple):
@@ -29,22 +29,6 @@ class Built(NamedTuple):
     warps: int
     wgmma: int  # warp-group matrix instructions in the PTX
     asm: dict[str, Any]  # "ttgir", "ptx", "cubin", ...
-
-
-class _Hopper:
-    """As much of a driver as compiling asks for."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
 
 
 def _resources(kernel: Any) -> Built:
@@ -74,7 +58,7 @@ def compiling() -> Iterator[list[Built]]:
 
         return call
 
-    driver.set_active(cast("Any", _Hopper()))
+    driver.set_active(cast("Any", Hopper()))
     JITFunction.__getitem__ = compile_only  # type: ignore[method-assign]
     try:
         yield built

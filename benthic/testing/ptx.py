@@ -19,7 +19,7 @@ import torch
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from benthic.testing.offline import _Hopper
+from benthic.kernels.triton.warm import Hopper
 
 Lanes = Any  # a numpy array with one element a thread; registers are raw bits in uint64, predicates are bool
 U64 = np.uint64
@@ -452,7 +452,7 @@ def emulating() -> Iterator[None]:
     def run_here(kernel: JITFunction, grid: Any) -> Callable[..., None]:
         return lambda *args, **options: _run(kernel, grid, args, options)
 
-    driver.set_active(cast("Any", _Hopper()))
+    driver.set_active(cast("Any", Hopper()))
     JITFunction.__getitem__ = run_here  # type: ignore[method-assign]
     try:
         yield

@@ -227,6 +227,22 @@ def test_routers_follow_the_skew() -> None:
     assert (counts - wanted).abs().max() < 4.0
 
 
+def test_every_step_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled ahead is what the steps of all rows and contexts and both ways of a prompt would launch."""
+    warm = pytest.importorskip("benthic.kernels.triton.warm")
+    built: list[Any] = []
+    monkeypatch.setattr(warm, "build", lambda jobs: built.append(list(jobs)) or [])
+    with backends.reference(), torch.inference_mode():
+        some = Rank(SMALL, CPU)
+        seen: list[int] = []
+        plain = some.model.forward
+        monkeypatch.setattr(some.model, "forward", lambda b, m: seen.append(b.ids.shape[0]) or plain(b, m))
+        found = rank.compile_kernels(some, lambda text: None)
+    assert built == [[]], "the references launch nothing"
+    assert found["kernels"] == 0
+    assert seen == [4] * len(SMALL.contexts) + [12] * len(SMALL.contexts) + [SMALL.chunk] * 2
+
+
 def test_the_encoder_stores_what_the_decoder_looks_up() -> None:
     """Layers below the split alone leave the same bytes in the pool as the whole model."""
     with backends.reference(), torch.inference_mode():

@@ -75,6 +75,36 @@ def test_a_step_runs_in_the_smallest_size_that_holds_it():
     assert graphs.columns(2).tolist() == [[0, 1], [2, 3], [4, 5]]  # a smaller size is a prefix of the same memory
 
 
+def test_a_rehearsal_takes_every_size_and_length_that_fits(model: DeepseekV41, monkeypatch: pytest.MonkeyPatch):
+    storage = Storage(model.cache_spec, 9, 5, block_tokens=BLOCK, table_blocks=4)
+    runner = Runner(model, storage, Sampler(model.vocab_size, storage.device), on_device=True)
+    rows: list[int] = []
+    compute = runner._compute
+
+    def counted(step: batches.Step) -> Decided:
+        rows.append(step.batch.ids.shape[0])
+        return compute(step)
+
+    monkeypatch.setattr(runner, "_compute", counted)
+    runner.rehearse((1, BLOCK + 1, 4 * BLOCK, 4 * BLOCK + 1))
+    assert rows == [4, 2, 1, 1, BLOCK + 1, 4 * BLOCK], "the last length has more blocks than a table"
+
+
+def test_a_rehearsal_leaves_nothing_that_counts(model: DeepseekV41):
+    """Requests get the same tokens after it."""
+    answers: list[list[tuple[int, ...]]] = []
+    for rehearsed in (False, True):
+        storage = Storage(model.cache_spec, 9, 5, block_tokens=BLOCK, table_blocks=4)
+        runner = Runner(model, storage, Sampler(model.vocab_size, storage.device), on_device=True)
+        if rehearsed:
+            runner.rehearse((3, BLOCK + 1))
+        plan = plan_of(chunk(1, 0, (7, 8, 9), (1,)), chunk(2, 0, (40,) * 20, (2, 3)))
+        first = runner.run(plan).tokens
+        after = plan_of(chunk(1, 3, (first[0],), (1,)), chunk(2, 20, (first[1],), (2, 3)))
+        answers.append([tuple(first), tuple(runner.run(after).tokens)])
+    assert answers[0] == answers[1]
+
+
 # ---- what is sent ----------------------------------------------------------------------------------------------------
 
 

@@ -13,9 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -58,66 +56,10 @@ GROUPS = (  # what one process compiles
 
 def compiled(names: list[str]) -> Iterator[dict[str, Any]]:
     """The kernels of each case whose op is named, or whose name begins so."""
-    from benthic.kernels.triton import runtime, tuning
-
-    runtime.available = lambda: True  # before any module of kernels takes it
-    tuning.device_name = lambda: "nvidia-h200"
-
-    import torch
-
-    from benthic.bench.cases import RELEASE, Cases
-    from benthic.bench.operands import Operands
-    from benthic.cache.spec import CacheSpec
-    from benthic.cache.storage import Storage
-    from benthic.kernels import backends, quant
+    from benthic.bench.ahead import OnDevice, pretending
+    from benthic.bench.cases import RELEASE
+    from benthic.kernels import backends
     from benthic.testing.offline import compiling
-
-    class Untouched(Operands):
-        """Memory of the right shape. Integers have values, since they may be read."""
-
-        def normal(self, *shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype)
-
-        def rows(self, count: int, width: int) -> torch.Tensor:
-            return torch.empty(count, width, dtype=torch.bfloat16)
-
-        def random_bytes(self, *shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=torch.uint8)
-
-        fp4_scales = random_bytes
-
-        def fp8_codes(self, *shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=quant.E4M3)
-
-        def storage(
-            self, spec: CacheSpec, num_blocks: int, num_slots: int, rollback: int, table_blocks: int | None = None
-        ) -> Storage:
-            return Storage(spec, num_blocks, num_slots, self.device, rollback=rollback, table_blocks=table_blocks)
-
-    class OnDevice(Cases):
-        """Weights as a GPU holds them."""
-
-        def rows(self, rows: int, width: int, fast: bool) -> torch.Tensor:
-            return self.make.rows(rows, width)
-
-        def matrix(self, n: int, k: int, fast: bool) -> quant.Matrix:
-            codes = self.make.fp8_codes(n, k)
-            blocks = self.make.random_bytes(-(-n // 32), -(-k // 32))
-            return quant.RowMatrix(codes, torch.empty(n)) if fast else quant.Fp8Matrix(codes, blocks)
-
-        def expert_weights(self, fast: bool, backend: str | None = None) -> tuple[Any, Any]:
-            c, hopper = self.c, import_module("benthic.kernels.triton.moe_experts_hopper")
-            # packed weights are made where there is a GPU; elsewhere the op takes them by what they are
-            import_module("benthic.kernels.triton.moe_experts")._hopper = lambda: hopper
-
-            def packed(n: int, k: int) -> Any:
-                shape = (c.n_routed_experts, n, k)
-                groups = shape[0] * n * (k // 128)
-                words = torch.empty(groups // 2, 32, dtype=torch.int32)
-                return hopper.Packed(shape, words, torch.empty(groups, dtype=torch.int32), torch.empty(shape[:2]), fast)
-
-            inner, hidden = c.moe_intermediate_size, c.hidden_size
-            return packed(2 * inner, hidden), packed(hidden, inner)
 
     sizes = replace(
         RELEASE,
@@ -130,12 +72,8 @@ def compiled(names: list[str]) -> Iterator[dict[str, Any]]:
         pool_blocks=65,
         table_rows=4096,
     )
-    cpu = torch.device("cpu")
-    cases = OnDevice(sizes, cpu, 0)
-    cases.make = Untouched(cpu, 0)
-    mode = backends.invariant() if "--invariant" in names else nullcontext()
-    with torch.inference_mode(), backends.use("triton"), mode:
-        for case in cases.all():
+    with pretending(), backends.invariant("--invariant" in names):
+        for case in OnDevice(sizes).all():
             if not any(case.op == name or case.name.startswith(name) for name in names):
                 continue
             if case.op not in backends.SERVES["triton"] and case.op in backends.FILES:
