@@ -14,6 +14,8 @@ TORCH_FREE = [
     "benthic.types",
     "benthic.skills.base",
     "benthic.skills.loops",
+    "benthic.skills.shapes",
+    "benthic.skills.structured",
     "benthic.skills.text",
     "benthic.text.tokenizer",
     "benthic.text.prompt",

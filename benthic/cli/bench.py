@@ -6,6 +6,7 @@ hardware allows, which configurations are fastest (tune), and what it costs that
 
 import argparse
 import json
+import random
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -227,8 +228,7 @@ def _numerics(args: argparse.Namespace) -> int:
 def _needles(path: Path, count: int, seed: int) -> tuple[tuple[str, str], ...]:
     """`count` held-out needle prompts of each length, in prose of the documents: (prompt, answer)."""
     from benthic.bench import eval as evaluation
-    from benthic.skills.base import Material
-    from benthic.train import data
+    from benthic.skills.base import SKILLS, Material
 
     documents = evaluation.read_documents(path)
     material = Material.of((document["prompt"], document["response"]) for document in documents)
@@ -236,8 +236,13 @@ def _needles(path: Path, count: int, seed: int) -> tuple[tuple[str, str], ...]:
         raise BenchError(
             "needles", f"{path} has no sentence of 20 to 200 characters to hide them among; try --needles 0"
         )
-    asked = [data.ladder(material, tokens, count, seed) for tokens in NEEDLE_TOKENS]
-    return tuple((task.messages[0]["content"], task.messages[1]["content"]) for rung in asked for task in rung)
+    rng, make = random.Random(f"needles/{seed}"), SKILLS["needle"].make
+    asked = [
+        make(rng, material, "held_out", tokens=tokens, needles=4, questions=1)
+        for tokens in NEEDLE_TOKENS
+        for _ in range(count)
+    ]
+    return tuple((task.messages[0]["content"], task.messages[1]["content"]) for task in asked)
 
 
 def _say(text: str) -> None:

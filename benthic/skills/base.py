@@ -129,21 +129,27 @@ class Make(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Skill:
-    """One row of SKILLS. Its generator's module is imported when it is first used: drawing needs Pillow."""
+    """One row of SKILLS.
+
+    generator  "module.function" of this package, imported when it is first used: drawing needs Pillow
+    guards     the mechanisms that the skill needs
+    same       (wanted, got): is the answer right
+    """
 
     name: str
-    module: str
-    guards: str  # the mechanisms that this skill needs
-    same: Callable[[Reply, Reply], bool]  # (wanted, got): is the answer right
+    generator: str
+    guards: str
+    same: Callable[[Reply, Reply], bool]
 
     def make(self, rng: random.Random, material: Material, split: Split, **options: Any) -> Task:
-        """A task; the generator of that name in `module` documents its options."""
-        return _generator(self.module, self.name)(rng, material, split, **options)
+        """A task; the generator documents its options."""
+        return _generator(self.generator)(rng, material, split, **options)
 
 
 @cache
-def _generator(module: str, name: str) -> Make:
-    return getattr(import_module(f"benthic.skills.{module}"), name)
+def _generator(name: str) -> Make:
+    module, _, function = name.partition(".")
+    return getattr(import_module(f"benthic.skills.{module}"), function)
 
 
 def right(task: Task, turn: int, reply: Reply) -> bool:
@@ -214,7 +220,14 @@ def belongs(split: Split, *key: object) -> bool:
 
 
 _ROWS = (
-    Skill("copy", "text", "attention, window, rotary positions", same_text),
-    Skill("needle", "text", "compressor, indexer, top-k sharing, candidates, prefix cache", same_text),
+    Skill("copy", "text.copy", "attention, window, rotary positions", same_text),
+    Skill("needle", "text.needle", "compressor, indexer, top-k sharing, candidates, prefix cache", same_text),
+    Skill("recall", "text.recall", "the same as needle, finer", same_text),
+    Skill("arithmetic", "text.arithmetic", "experts, sampling", same_text),
+    Skill("thinking", "text.thinking", "effort levels, reasoning parser", sound_reasoning),
+    Skill("memory", "text.memory", "prefix reuse, encoding of turns", same_text),
+    Skill("json", "structured.fill", "structured output", same_json),
+    Skill("tools", "structured.tools", "tool calls, their parser, strict tools", same_text),
+    Skill("shapes", "shapes.shapes", "vision tower, aligner, routing bias of image tokens, layout of spans", same_text),
 )
 SKILLS: dict[str, Skill] = {row.name: row for row in _ROWS}

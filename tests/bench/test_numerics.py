@@ -19,9 +19,7 @@ from benthic.errors import BenchError
 from benthic.kernels import backends, gemm, moe_experts, quant
 from benthic.models.deepseek_v41 import DeepseekV41, from_checkpoint
 from benthic.models.weights import Checkpoint
-from benthic.skills.base import Material
 from benthic.skills.text import CHARACTERS_PER_TOKEN
-from benthic.train import data
 from benthic.types import NUMERICS
 
 CPU = torch.device("cpu")
@@ -330,9 +328,6 @@ def test_the_command_hides_codes_in_the_text(
     assert (settings.model, settings.device) == ("minnow", "auto")
     assert (options.data, options.documents, options.tokens, options.profiles) == (text, 7, 48, ("fast",))
     assert len(options.needles) == 2 * len(bench.NEEDLE_TOKENS)
-    material = Material((), ("The fox ran home in the rain.", "Its den was warm and dry."))
-    want = [t for n in bench.NEEDLE_TOKENS for t in data.ladder(material, n, 2, 0)]
-    assert options.needles == tuple((t.messages[0]["content"], t.messages[1]["content"]) for t in want)
     for length, (prompt, answer) in zip(np.repeat(bench.NEEDLE_TOKENS, 2), options.needles, strict=True):
         assert abs(length * CHARACTERS_PER_TOKEN - len(prompt)) < 150
         assert answer in prompt

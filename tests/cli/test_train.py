@@ -4,6 +4,7 @@ import csv
 import json
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import torch
 
 from benthic.cli.main import main
 from benthic.models.weights import Checkpoint
+from benthic.skills.base import SKILLS
 from benthic.train import data, loop
 from tests.train.small import small_corpus, small_json
 
-DATA = ("--skill-tokens", "needle=3000", "--skill-tokens", "copy=1500")
+SKILL_TOKENS = dict.fromkeys(SKILLS, 0) | {"needle": 3000, "copy": 1500}
+DATA = tuple(word for skill, tokens in SKILL_TOKENS.items() for word in ("--skill-tokens", f"{skill}={tokens}"))
 RUN = (
     *(
         "--device",
@@ -62,6 +65,14 @@ def refused(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -
         assert err.startswith("benthic: ")
         assert err.count("\n") == 1
     return err
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_held_out() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "HELD_OUT_DOCUMENTS", 8)
+        patch.setattr(data, "LADDER_DOCUMENTS", 3)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -104,6 +104,50 @@ def test_a_call_is_its_name_and_its_parsed_arguments() -> None:
     assert not right(ask("sunny"), 1, Reply("sunny", "", (want,)))  # no call was wanted
 
 
+STEPS = "At first there are 20. 20 + 19 = 39. 39 - 12 = 27."
+
+
+def think(reasoning: str) -> Task:
+    message = {"role": "assistant", "content": "27", "reasoning_content": reasoning}
+    return Task("thinking", ({"role": "user", "content": "?"}, message), thinking=True)
+
+
+@pytest.mark.parametrize(
+    "reasoning",
+    [
+        STEPS,
+        "20 + 19 = 39, and 39 - 12 = 27",
+        "20 - 12 = 8. 8 + 19 = 27.",
+        f"{STEPS} Check: 27 + 12 = 39.",
+        f" {STEPS}\n",
+    ],
+)
+def test_any_sound_derivation_is_right(reasoning: str) -> None:
+    assert right(think(STEPS), 1, Reply("27", reasoning))
+    assert not right(think(STEPS), 1, Reply("28", reasoning))
+
+
+@pytest.mark.parametrize(
+    "reasoning",
+    [
+        "",
+        "I know it.",
+        "39 - 12 = 27.",  # one step
+        "20 + 19 = 38. 38 - 12 = 26.",
+        "20 + 19 = 39. 39 - 12 = 28.",
+        "20 + 19 = 39. 39 + 12 = 51.",  # leads elsewhere
+        f"{STEPS} 27 + 1 = 27.",
+    ],
+)
+def test_an_unsound_derivation_is_wrong(reasoning: str) -> None:
+    assert not right(think(STEPS), 1, Reply("27", reasoning))
+
+
+def test_a_direct_answer_has_no_derivation() -> None:
+    assert right(ask("27", "thinking"), 1, Reply("27"))
+    assert not right(ask("27", "thinking"), 1, Reply("27", STEPS))
+
+
 def test_a_reply_is_read_from_a_message() -> None:
     assert Reply.of({"role": "assistant", "content": None, "reasoning_content": "so", "tool_calls": None}) == Reply(
         "", "so"

@@ -109,11 +109,13 @@ def test_the_depth_of_the_needle_that_is_asked_for_can_be_set(depth: float) -> N
 
 
 def test_training_lengths_are_log_uniform() -> None:
-    lengths = sorted(int(make("needle", seed).level.split()[0]) for seed in range(1000))
+    tasks = [make("needle", seed) for seed in range(600)]
+    lengths = sorted(len(task.messages[0]["content"]) / text.CHARACTERS_PER_TOKEN for task in tasks)
     low, high = text.NEEDLE_TOKENS
-    assert low <= lengths[0] < 1.05 * low
-    assert 0.95 * high < lengths[-1] <= high
-    assert abs(lengths[500] / (low * high) ** 0.5 - 1) < 0.15  # the geometric mean of the ends
+    assert 0.7 * low <= lengths[0] < 1.5 * low
+    assert 0.95 * high < lengths[-1] <= 1.02 * high
+    assert abs(lengths[300] / (low * high) ** 0.5 - 1) < 0.2  # the geometric mean of the ends
+    assert {task.level for task in tasks} == {f"{edge} tokens" for edge in text.NEEDLE_LEVELS}
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -128,3 +130,215 @@ def test_a_line_is_copied_by_its_number(split: Split) -> None:
             assert answer == lines[number]
             numbers.append(number)
         assert len(set(numbers)) == len(numbers)
+
+
+# Recall
+
+
+def listed(text: str) -> dict[str, str]:
+    """The numbered items of a list, in any of its forms."""
+    body = text.rpartition("\n\n")[0]
+    items = re.findall(r"(?:^|\n|, )(?:Item )?(\d+)(?:\.|\)|:) ([a-z]+(?: [a-z]+)?)(?=$|\n|,|\. )", body)
+    assert [int(n) for n, _ in items] == list(range(1, len(items) + 1))
+    return dict(items)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_items_are_recalled_by_number_and_numbers_by_item(split: Split) -> None:
+    kinds = set()
+    for seed in range(300):
+        task = make("recall", seed, split)
+        asked_for = turns(task)
+        items = listed(asked_for[0][0])
+        assert 5 <= len(items) == len(set(items.values())) <= 100
+        assert int(task.level.split()[0]) >= len(items)
+        assert 1 <= len(asked_for) <= 4
+        for user, answer in asked_for:
+            question = user.rpartition("\n\n")[2]
+            if numbers := re.findall(r"\d+", question):
+                assert answer == items[numbers[0]]
+            else:
+                assert items[answer] in question
+            kinds.add(bool(numbers))
+    assert kinds == {True, False}
+
+
+def test_the_length_of_a_list_can_be_set() -> None:
+    for items in (5, 37, 100):
+        for long in (True, False):
+            task = make("recall", items, items=items, long=long)
+            assert len(listed(task.messages[0]["content"])) == items
+            assert task.level == f"{items} items"
+            assert (len(task.messages[0]["content"]) > 35 * items) == long
+
+
+def test_no_list_of_training_is_held_out() -> None:
+    lists = {
+        split: {tuple(listed(make("recall", s, split, items=5).messages[0]["content"]).values()) for s in range(500)}
+        for split in SPLITS
+    }
+    assert len(lists["held_out"]) == 500
+    assert not lists["train"] & lists["held_out"]
+
+
+# Arithmetic
+
+
+def counted(user: str) -> list[str]:
+    """The word to be counted, and the list."""
+    (word,) = re.findall(r"(?:the word|times is|often does) (\w+)", user)
+    return [word, *re.sub(r"How often .*\? |Count the word \w+: |\nHow many .*$", "", user).split(", ")]
+
+
+def reckoned(user: str) -> str:
+    """The answer of a question, worked out from its words."""
+    numbers = [int(n) for n in re.findall(r"\d+", user)]
+    if re.search(r"^Count from|numbers from", user):
+        return ", ".join(map(str, range(numbers[0], numbers[1] + 1)))
+    if "Count the word" in user or "How often" in user or "How many times" in user:
+        word, *body = counted(user)
+        return str(body.count(word))
+    a, b = numbers
+    if re.search(r"\+|plus|Add", user):
+        return str(a + b)
+    if re.search(r"-|minus", user):
+        return str(a - b)
+    if "Take" in user:
+        return str(b - a)
+    if re.search(r"^Is ", user):
+        return "yes" if a > b else "no"
+    return str(max(a, b) if re.search(r"larger|greater", user) else min(a, b))
+
+
+@pytest.mark.parametrize("kind", text.ARITHMETIC)
+@pytest.mark.parametrize("split", SPLITS)
+def test_what_is_reckoned_is_right(split: Split, kind: str) -> None:
+    for seed in range(200):
+        task = make("arithmetic", seed, split, kind=kind)
+        assert task.level == kind
+        assert 1 <= len(task.turns) <= 6
+        for user, answer in turns(task):
+            assert answer == reckoned(user), user
+
+
+def operands(split: Split, kind: str) -> set[tuple[str, ...]]:
+    found: set[tuple[str, ...]] = set()
+    for seed in range(2000):
+        for user, _ in turns(make("arithmetic", seed, split, kind=kind)):
+            numbers = re.findall(r"\d+", user)
+            found.add(tuple(sorted(numbers) if numbers else counted(user)))
+    return found
+
+
+@pytest.mark.parametrize("kind", text.ARITHMETIC)
+def test_held_out_operands_never_stand_in_training(kind: str) -> None:
+    train, held_out = (operands(split, kind) for split in SPLITS)
+    assert not train & held_out
+    assert len(held_out) > 100
+    if kind == "addition":
+        assert all(10 <= int(n) <= 99 for pair in held_out for n in pair)
+
+
+def test_all_kinds_of_arithmetic_come_up() -> None:
+    assert {make("arithmetic", seed).level for seed in range(50)} == set(text.ARITHMETIC)
+
+
+# Thinking
+
+
+def test_derivations_lead_to_the_answer() -> None:
+    levels = set()
+    for seed in range(300):
+        task = make("thinking", seed)
+        (user, answer), message = turns(task)[0], task.messages[1]
+        start, first, second = (int(n) for n in re.findall(r"\d+", user))
+        ends = {start + a * first + b * second for a in (1, -1) for b in (1, -1)}
+        assert int(answer) in ends
+        assert int(answer) >= 0
+        levels.add(task.level)
+        assert task.thinking == ("reasoning_content" in message)
+        if task.thinking:
+            equations = re.findall(r"(\d+) ([+-]) (\d+) = (\d+)", message["reasoning_content"])
+            assert len(equations) == (4 if task.effort == "max" else 2)
+            for a, sign, b, c in equations:
+                assert int(a) + int(f"{sign}{b}") == int(c)
+            assert equations[0][0] == str(start)
+            assert equations[1][0] == equations[0][3]
+            assert equations[1][3] == answer
+    assert levels == {"direct", "thinking, low", "thinking, high", "thinking, max"}
+
+
+def test_more_effort_is_more_words() -> None:
+    lengths: dict[str | None, list[int]] = {}
+    for seed in range(300):
+        task = make("thinking", seed, think=True)
+        lengths.setdefault(task.effort, []).append(len(task.messages[1]["reasoning_content"]))
+    low, high, most = (sum(lengths[effort]) / len(lengths[effort]) for effort in ("low", None, "max"))
+    assert low < high < most
+    assert not make("thinking", 1, think=False).thinking
+
+
+def test_the_stories_say_what_the_derivation_does() -> None:
+    gains, losses = r"buys|finds|more|gets", r"loses|sells|takes|gives \d+ to"
+    for seed in range(200):
+        task = make("thinking", seed, think=True)
+        user = task.messages[0]["content"]
+        signs = re.findall(r" ([+-]) \d+ =", task.messages[1]["reasoning_content"])[:2]
+        for sign, step in zip(signs, user.split(". ")[1:3], strict=True):
+            assert bool(re.search(gains, step)) == (sign == "+"), user
+            assert bool(re.search(losses, step)) == (sign == "-"), user
+
+
+def test_held_out_derivations_never_stand_in_training() -> None:
+    found = {}
+    for split in SPLITS:
+        tasks = [make("thinking", seed, split, think=True) for seed in range(1500)]
+        found[split] = {
+            tuple(re.findall(r"(\d+ [+-] \d+) =", task.messages[1]["reasoning_content"])[:2]) for task in tasks
+        }
+    assert len(found["held_out"]) > 1000
+    assert not found["train"] & found["held_out"]
+
+
+# Memory
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_names_and_facts_come_back(split: Split) -> None:
+    asked_names = asked_facts = 0
+    for seed in range(300):
+        task = make("memory", seed, split)
+        said = turns(task)
+        assert 2 <= len(said) <= 6
+        assert task.level == f"{len(said)} turns"
+        (name,) = re.findall(r"(?:my name is|I am|My name is) (\w+)\.", said[0][0])
+        assert said[0][1] == f"Hello, {name}!"
+        (fact,) = re.findall(
+            r"(?:colour is|colour|live in|home is in|food is|like to eat|have a|pet is a|lost my|find my) (\w+)"
+            r"(?: best| at home)?\.$",
+            said[0][0] if re.search(r"\. .", said[0][0]) else said[1][0],
+        )
+        for user, answer in said:
+            if user in text.NAME_ASKS:
+                assert answer == name
+                asked_names += 1
+            elif any(user in asks for _, asks, _ in text.FACTS):
+                assert answer == fact
+                asked_facts += 1
+        assert said[-1][1] in (name, fact)
+    assert asked_names > 150
+    assert asked_facts > 150
+
+
+def test_the_number_of_turns_can_be_set() -> None:
+    for count in range(2, 7):
+        assert len(turns(make("memory", count, turns=count))) == count
+
+
+def test_a_held_out_name_never_goes_with_its_fact_in_training() -> None:
+    found = {}
+    for split in SPLITS:
+        tasks = [turns(make("memory", seed, split, turns=4)) for seed in range(1500)]
+        found[split] = {tuple(sorted((said[-1][1], said[-2][1]))) for said in tasks}
+    assert len(found["held_out"]) > 200
+    assert not found["train"] & found["held_out"]

@@ -2,7 +2,9 @@
 
 import json
 import lzma
+import random
 from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,14 @@ import pytest
 
 from benthic.errors import BadConfigKey, BadTrainingData, MissingConfigKey
 from benthic.models.deepseek_v41_config import ModelConfig
-from benthic.skills.base import Task
+from benthic.models.deepseek_v41_vision import geometry
+from benthic.skills.base import SKILLS, Reply, Task, right
 from benthic.skills.text import conversation
 from benthic.testing.tokenizers import write_tokenizer
+from benthic.text.reply import ReplyParser
 from benthic.text.tokenizer import FILE_NAME, SPECIALS, Tokenizer
 from benthic.train import data
+from tests.skills.small import MATERIAL, SPLITS
 from tests.train.small import pairs, small_corpus, small_json, write_corpus, write_lines
 
 BOS, PAD = 0, 2
@@ -115,6 +120,70 @@ def test_rows_equal_the_official_encoding(tmp_path: Path) -> None:
     prompt = recipe.Conversation(messages[:1], thinking_mode=False)
     served = list(encoding.encode(prompt))
     assert want[: len(served)] == served
+
+
+VISION = ModelConfig.from_json(small_json()).vision
+
+
+def span(width: int, height: int) -> int:
+    assert VISION is not None
+    return geometry(width, height, VISION).tokens
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> data.Renderer:
+    return data.Renderer(Tokenizer(write_tokenizer(tmp_path_factory.mktemp("renderer"))), VISION)
+
+
+def tasks(skill: str, count: int = 25) -> list[Task]:
+    rng = random.Random(skill)
+    return [SKILLS[skill].make(rng, MATERIAL, split) for split in SPLITS for _ in range(count)]
+
+
+def reply_spans(renderer: data.Renderer, task: Task, ids: list[int]) -> Iterator[tuple[int, int]]:
+    """Where each reply stands in a rendered task: from behind what serving would be given, to its end token."""
+    for turn in task.turns:
+        prompt = renderer.encoder.encode(**task.request(turn), spans=span)
+        assert ids[: len(prompt.ids)] == list(prompt.ids)
+        yield len(prompt.ids), ids.index(renderer.eos_id, len(prompt.ids)) + 1
+
+
+@pytest.mark.parametrize("skill", SKILLS)
+def test_each_reply_in_a_row_parses_into_the_right_answer(renderer: data.Renderer, skill: str) -> None:
+    for task in tasks(skill):
+        ids = renderer.ids(task)
+        end = 0
+        for turn, (begin, end) in zip(task.turns, reply_spans(renderer, task, ids), strict=True):
+            prompt = renderer.encoder.encode(**task.request(turn), spans=span)
+            parser = ReplyParser(renderer.encoder, prompt)
+            parser.push(ids[begin:end])
+            parser.finish()
+            message = parser.message.as_dict()
+            assert right(task, turn, Reply.of(message)), (task.messages[turn], message)
+            for key in ("content", "reasoning_content"):
+                assert message.get(key, "") == task.messages[turn].get(key, "")
+        assert end == len(ids)
+        assert ids.count(renderer.eos_id) == len(task.turns)
+
+
+def test_image_spans_are_as_long_as_the_pictures_geometry(renderer: data.Renderer) -> None:
+    image = renderer.encoder.tokenizer.special_ids["image"]
+    for task in tasks("shapes"):
+        (picture,) = task.pictures
+        ids = renderer.ids(task)
+        first = ids.index(image)
+        count = span(picture.width, picture.height)
+        assert ids[first : first + count] == [image] * count
+        assert ids.count(image) == count
+
+
+def test_thinking_is_kept_and_only_where_it_belongs(renderer: data.Renderer) -> None:
+    special = renderer.encoder.tokenizer.special_ids
+    for task in tasks("thinking"):
+        ids = renderer.ids(task)
+        assert ids.count(special["think_open"]) == task.thinking
+        text = renderer.encoder.tokenizer.decode(ids)
+        assert (f"Reasoning Effort: { {'low': 50, None: 75, 'max': 100}[task.effort] }" in text) == task.thinking
 
 
 def test_template_texts_are_the_encodings_own_words() -> None:
@@ -285,6 +354,17 @@ def test_one_document_a_row() -> None:
 # The whole folder
 
 
+SKILL_TOKENS = dict.fromkeys(SKILLS, 1500) | {"needle": 4000, "tools": 3000}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_held_out() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "HELD_OUT_DOCUMENTS", 8)
+        patch.setattr(data, "LADDER_DOCUMENTS", 3)
+        yield
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, data.Manifest, dict[str, Any]]:
     root = tmp_path_factory.mktemp("built")
@@ -294,7 +374,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, data.Manifest
 
 
 def make(corpus: Path, out: Path, **changes: Any) -> tuple[data.Manifest, dict[str, Any]]:
-    options: dict[str, Any] = {"seed": 3, "skill_tokens": {"needle": 4000, "copy": 2000}, "progress": quiet}
+    options: dict[str, Any] = {"seed": 3, "skill_tokens": SKILL_TOKENS, "progress": quiet}
     return data.build(corpus, out, small_json(), **options | changes)
 
 
@@ -303,14 +383,15 @@ def test_folder_is_described_by_its_manifest(built: Any) -> None:
     out = root / "out"
     assert data.Manifest.read(out) == manifest
     ladder = {f"needle-{n}.valid": data.LADDER_DOCUMENTS for n in data.NEEDLE_LADDER}
-    held_out = {f"{skill}.valid": data.HELD_OUT_DOCUMENTS for skill in ("needle", "copy")}
+    held_out = {f"{skill}.valid": data.HELD_OUT_DOCUMENTS for skill in SKILLS}
     counts = {"prose": 80, "prose.valid": 13, **ladder, **held_out}
     assert counts.items() <= manifest.documents.items()
-    assert manifest.parts.keys() == counts.keys() | {"needle", "copy"}
+    assert manifest.parts.keys() == counts.keys() | SKILLS.keys()
     assert manifest.looping_dropped == 1
-    assert 4000 <= manifest.tokens["needle"] < 4000 + data.LONGEST
-    assert 2000 <= manifest.tokens["copy"] < 2000 + 1000
+    for skill, tokens in SKILL_TOKENS.items():
+        assert tokens <= manifest.tokens[skill] < tokens + data.LONGEST
     listed = [name for names in manifest.parts.values() for name in names]
+    listed += ["shapes.pictures.jsonl.xz", "shapes.valid.pictures.jsonl.xz"]
     assert sorted([*listed, FILE_NAME, "config.json", data.MANIFEST]) == sorted(p.name for p in out.iterdir())
     assert json.loads((out / "config.json").read_text()) == config
     for part in manifest.parts:
@@ -340,12 +421,54 @@ def test_held_out_parts_share_nothing_with_training(built: Any) -> None:
         texts[part] = {tokenizer.decode(ids[a:b].tolist()) for a, b in pairwise(starts)}
     for training, held_out in (
         ("prose", ["prose.valid"]),
-        ("copy", ["copy.valid"]),
-        ("needle", ["needle.valid", *(f"needle-{n}.valid" for n in data.NEEDLE_LADDER)]),
+        *((skill, [f"{skill}.valid"]) for skill in SKILLS if skill != "shapes"),  # pictures have words in common
+        ("needle", [f"needle-{n}.valid" for n in data.NEEDLE_LADDER]),
     ):
         for part in held_out:
             assert texts[part]
             assert not texts[training] & texts[part]
+
+
+def test_pictures_stand_in_the_order_of_the_documents(built: Any) -> None:
+    root, manifest, config = built
+    vision = ModelConfig.from_json(config).vision
+    assert vision is not None
+    for part in ("shapes", "shapes.valid"):
+        pictures = data.read_pictures(root / "out", manifest, part)
+        ids = data.read_part(root / "out", manifest, part)
+        starts = data.document_starts(ids, config["bos_token_id"])
+        spans = np.add.reduceat(ids == config["image_token_id"], starts[:-1])
+        assert spans.tolist() == [geometry(p.width, p.height, vision).tokens for p in pictures]
+        assert len(set(pictures)) == len(pictures)
+    assert data.read_pictures(root / "out", manifest, "copy") == []
+
+
+def test_damaged_pictures_are_named(built: Any, tmp_path: Path) -> None:
+    root, manifest, _ = built
+    path = data.pictures_file(tmp_path, "shapes")
+    whole = data.pictures_file(root / "out", "shapes").read_bytes()
+    lines = lzma.decompress(whole).splitlines(keepends=True)
+    bad = [whole[:-9], b"", lzma.compress(b"[]\n"), lzma.compress(b"".join(lines[1:])), lzma.compress(b"{")]
+    for content in bad:
+        path.write_bytes(content)
+        with pytest.raises(BadTrainingData, match=r"shapes\.pictures\.jsonl\.xz"):
+            data.read_pictures(tmp_path, manifest, "shapes")
+
+
+def test_prose_can_be_a_part_of_the_corpus(built: Any, tmp_path: Path) -> None:
+    root, manifest, _ = built
+    less, _ = make(root / "corpus", tmp_path / "out", skill_tokens={}, prose_tokens=1000)
+    assert 1000 <= less.tokens["prose"] < 1200
+    assert less.parts.keys() == {part for part in manifest.parts if part not in SKILLS} - {f"{s}.valid" for s in SKILLS}
+    ids, whole = (data.read_part(f, m, "prose") for f, m in ((tmp_path / "out", less), (root / "out", manifest)))
+    assert ids.tolist() == whole[: len(ids)].tolist()
+
+
+def test_an_unknown_skill_is_refused_first(tmp_path: Path) -> None:
+    corpus = small_corpus(tmp_path / "corpus")
+    with pytest.raises(BadTrainingData, match="no skill juggling; there are copy, needle"):
+        make(corpus, tmp_path / "out", skill_tokens={"juggling": 5})
+    assert not (tmp_path / "out").exists()
 
 
 def test_config_is_completed_from_the_tokenizer(built: Any) -> None:
