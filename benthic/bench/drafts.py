@@ -14,7 +14,7 @@ from benthic.testing import acceptance
 from benthic.testing.acceptance import Rounds, Text
 
 BARS = {0.0: 3.0, 1.0: 2.4}  # acceptance length that the small checkpoint shall reach, by temperature
-Progress = Callable[[str, int], None]
+Progress = Callable[[str, int, int], None]
 
 
 def drafts(
@@ -24,11 +24,11 @@ def drafts(
     temperatures: Sequence[float] = (0.0, 1.0),
     max_tokens: int = 300,
     seed: int = 0,
-    progress: Progress = lambda stage, done: None,
+    progress: Progress = lambda stage, done, total: None,
 ) -> dict[str, Any]:
     """Everything about the drafter over completions of these prompts, token ids each.
 
-    progress  called with a stage ("write at T = 0", "replay at T = 0", ...) and the number of texts done.
+    progress  called with a stage and how much of it is done: "write at T = 0" counts texts, "replay at T = 0" tokens.
     returns   {"texts", "max_tokens", "seed", "temperatures": [{"temperature", "looping", "all", "looping_texts",
               "other_texts", "calibration"}, ...]}; the three in the middle as `acceptance.acceptance` has them.
     Raises    BadConfigKey when the checkpoint has no drafter.
@@ -38,8 +38,8 @@ def drafts(
     found: list[dict[str, Any]] = []
     for temperature in temperatures:
 
-        def stage(name: str, temperature: float = temperature) -> Callable[[int], None]:
-            return lambda done: progress(f"{name} at T = {temperature:g}", done)
+        def stage(name: str, temperature: float = temperature) -> acceptance.Progress:
+            return lambda done, total: progress(f"{name} at T = {temperature:g}", done, total)
 
         texts, rounds = acceptance.measure(
             llm,

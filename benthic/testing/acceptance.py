@@ -41,7 +41,12 @@ BINS = 20  # of the calibration error, equally wide
 
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int64]
-Progress = Callable[[int], None]
+Progress = Callable[[int, int], None]
+"""How many are done, of how many."""
+
+
+def silent(done: int, total: int) -> None:
+    """No progress shown."""
 
 
 class Drafter(Protocol):
@@ -121,7 +126,7 @@ def replay_slot(
 def write(
     llm: LLM, prompts: Sequence[Sequence[int]], temperature: float, max_tokens: int, seed: int, progress: Progress
 ) -> list[Text]:
-    """One completion a prompt, seeds from `seed` on. Raises the error of the first that failed."""
+    """One completion a prompt, seeds from `seed` on; progress counts them. Raises the error of the first to fail."""
     params = [
         SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed + i) for i in range(len(prompts))
     ]
@@ -136,7 +141,7 @@ def write(
         ids = (*completion.prompt_token_ids, *completion.token_ids)
         texts[piece.prompt] = Text(ids, len(completion.prompt_token_ids), completion.finish_reason == "stop")
         done += 1
-        progress(done)
+        progress(done, len(prompts))
     return cast("list[Text]", texts)
 
 
@@ -195,12 +200,12 @@ def rounds(
     seed: int,
     device: torch.device,
     never: Sequence[int] = (),
-    progress: Progress = lambda done: None,
+    progress: Progress = silent,
 ) -> Rounds:
     """Replay speculation over texts that the target wrote at this temperature.
 
     never     ids that neither may produce.
-    progress  called with the number of texts done.
+    progress  counts tokens.
     """
     text_config, block = model.config.text, model.config.text.dspark_block_size
     at = {i: text.prompt_tokens for i, text in enumerate(texts) if len(text.ids) > text.prompt_tokens + 1}  # anchors
@@ -217,6 +222,7 @@ def rounds(
     ids = torch.cat([torch.tensor(text.ids, device=device) for text in texts])
     replay = _Replay(model, drafter, reading, rings, ids, mask, temperature, seed)
     parts: list[tuple[NDArray[Any], ...]] = []
+    done, total = 0, sum(len(texts[i].ids) - 1 - first for i, first in at.items())
     while at:
         which = list(at)
         left = [len(texts[i].ids) - 1 - at[i] for i in which]  # tokens still to come
@@ -230,7 +236,8 @@ def rounds(
             at[i] += count
             if at[i] >= len(texts[i].ids) - 1:
                 del at[i]
-        progress(len(texts) - len(at))
+        done += sum(emitted)
+        progress(done, total)
     return Rounds(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
@@ -407,12 +414,12 @@ def measure(
     seed: int,
     *,
     drafter: Drafter | None = None,
-    written: Progress = lambda done: None,
-    replayed: Progress = lambda done: None,
+    written: Progress = silent,
+    replayed: Progress = silent,
 ) -> Measured:
     """Let the engine write, then replay. drafter: the checkpoint's own when None.
 
-    written, replayed   called with the number of texts done.
+    written, replayed   count texts that are written, and tokens that are replayed.
     Raises              BadConfigKey when the checkpoint has no drafter; the errors of requests.
     """
     drafter = own_drafter(llm) if drafter is None else drafter

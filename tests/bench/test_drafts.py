@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_suite_measures_the_checkpoints_own_drafter(folder: Path) -> None:
     prompts = [[0, i] for i in range(3, 9)]
-    stages: list[tuple[str, int]] = []
+    stages: list[tuple[str, int, int]] = []
     with LLM(folder, numerics="reference", cpu__threads=1) as llm:
         found = suite.drafts(
             llm, prompts, temperatures=(0.0, 0.7), max_tokens=20, seed=3, progress=lambda *news: stages.append(news)
@@ -42,8 +42,12 @@ def test_the_suite_measures_the_checkpoints_own_drafter(folder: Path) -> None:
     assert part["all"]["tokens"] == sum(len(text.written) - 1 for text in texts)
     assert part["calibration"] == acceptance.calibration(rounds, drafter.config.dspark_confidence_temperatures)
     assert part["calibration"] != acceptance.calibration(rounds, [1.0] * 5)
-    for stage in ("write at T = 0", "replay at T = 0", "write at T = 0.7", "replay at T = 0.7"):
-        assert (stage, 6) in stages
+    for stage in ("write at T = 0", "write at T = 0.7"):
+        assert [news[1:] for news in stages if news[0] == stage] == [(i, 6) for i in range(1, 7)]
+    for stage, part in zip(("replay at T = 0", "replay at T = 0.7"), found["temperatures"], strict=True):
+        counts = [news[1:] for news in stages if news[0] == stage]
+        assert counts == sorted(counts)
+        assert counts[-1] == (part["all"]["tokens"],) * 2
 
 
 LOOP = tuple(range(20, 28)) * 5

@@ -265,9 +265,9 @@ def of_folder(folder: Path) -> tuple[DeepseekV41, DSpark]:
 
 def test_greedy_rounds_are_those_of_a_drafter_run_token_by_token(folder: Path) -> None:
     model, drafter = of_folder(folder)
-    done: list[int] = []
-    found = acceptance.rounds(model, drafter, texts(), 0.0, 0, CPU, never(), done.append)
-    assert done[-1] == 5
+    seen: list[tuple[int, int]] = []
+    found = acceptance.rounds(model, drafter, texts(), 0.0, 0, CPU, never(), lambda *news: seen.append(news))
+    assert seen[-1] == (46, 46)  # all but the first token of each text
     for i, text in enumerate(texts()):
         want, own = by_hand(folder, text, 0.0), found.of([i])
         assert own.submitted.tolist() == [r["checked"] for r in want]
@@ -343,7 +343,7 @@ class Lookup:
 def test_a_drafter_that_knows_the_target_is_always_taken(folder: Path, temperature: float) -> None:
     with LLM(folder, numerics="float", cpu__threads=1) as llm:
         prompts = [[0, 7, 8, 9], [0, 30, 31], [0, 200]]
-        known = acceptance.write(llm, prompts, temperature, 37, 4, lambda done: None)
+        known = acceptance.write(llm, prompts, temperature, 37, 4, acceptance.silent)
         package = Package(folder, "float")
         logits = []
         for text in known:
@@ -361,9 +361,10 @@ def test_a_drafter_that_knows_the_target_is_always_taken(folder: Path, temperatu
 @pytest.mark.parametrize(("temperature", "most"), [(0.0, 1.1), (1.0, 2.0)])  # at T = 1 both are nearly flat
 def test_random_weights_are_hardly_ever_taken(folder: Path, temperature: float, most: float) -> None:
     with LLM(folder, numerics="reference", cpu__threads=1) as llm:
-        done: list[int] = []
-        found = acceptance.measure(llm, [[0, i] for i in range(3, 11)], temperature, 40, 0, written=done.append)
-    assert done == list(range(1, 9))
+        seen: list[tuple[int, int]] = []
+        prompts = [[0, i] for i in range(3, 11)]
+        found = acceptance.measure(llm, prompts, temperature, 40, 0, written=lambda *news: seen.append(news))
+    assert seen == [(i, 8) for i in range(1, 9)]
     summary = acceptance.acceptance(found.rounds)
     assert 1.0 <= summary["acceptance_length"] < most
     assert summary["tokens"] == sum(len(text.written) - 1 for text in found.texts)
