@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 ORACLES := .venv-oracles
 QUICK := not slow and not gpu and not multigpu and not oracles
 
-.PHONY: setup demo serve check test test-slow test-oracles test-gpu bench docs clean
+.PHONY: setup demo serve check test test-slow test-oracles test-gpu bench results-gpu docs clean
 
 setup: $(VENV)/.dev
 
@@ -39,6 +39,10 @@ test-gpu: $(VENV)/.dev
 
 bench: $(VENV)/.runtime
 	$(BIN)/benthic bench step --model minnow --device cpu --json
+
+# All of results/<GPU>/: ARGS="--data FILE --texts DIR", and "--only ... --limit-seconds S --resume" to take it in pieces.
+results-gpu: $(VENV)/.dev
+	$(BIN)/benthic bench all --device cuda --out results $(ARGS)
 
 docs: $(VENV)/.runtime
 	$(BIN)/python docs/generate.py

@@ -7,7 +7,7 @@ the noise floor, the left side against itself with its sums in another order.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,7 @@ LOGITS = 1e-4  # most absolute difference of logits without quantisers
 LAYER = 2.0**-8  # most median relative difference of a layer's streams where activations are bfloat16
 LAYER_FLOAT = 1e-5
 BLOCKS = 64  # of the pool, at least
+LEVELS = ("op", "layer", "logits", "text")  # of a comparison, from where an error is made to what a user sees
 
 
 # ---- one side --------------------------------------------------------------------------------------------------------
@@ -401,7 +402,8 @@ def text_lines(
     tokens: int,
     folder: Path | None = None,
 ) -> list[Line]:
-    """Without quantisers at most 1 of 100 completions may differ but for ties; with them, beside the noise floor.
+    """Without quantisers at most 1 of 100 completions may differ but for ties; with them, beside the noise floor, which
+    is that of the first FORCED prompts: its other side is the slow one.
 
     folder  where completions of the left side are kept, or found, as `kept` says.
     """
@@ -410,10 +412,9 @@ def text_lines(
     found = agreement(model, numerics, left, right, prompts, tokens, mine, theirs)
     if not NUMERICS[numerics].quantise:
         return found.lines("", 0.01)
-    other = replace_place(left)
-    floor = agreement(
-        model, numerics, left, other, prompts, tokens, mine, kept(folder, model, numerics, other, prompts, tokens)
-    )
+    other, few = replace_place(left), prompts[:FORCED]
+    plain = kept(folder, model, numerics, other, few, tokens)
+    floor = agreement(model, numerics, left, other, few, tokens, mine[:FORCED], plain)
     return found.lines("") + floor.lines(f" ({other.name})")
 
 
@@ -450,8 +451,9 @@ def compare(
     texts: Sequence[Sequence[int]] = (),
     tokens: int = 64,
     folder: Path | None = None,
+    levels: Collection[str] = LEVELS,
 ) -> dict[str, list[Line]]:
-    """All levels for each profile. progress is told what begins.
+    """Some of LEVELS for each profile. progress is told what begins.
 
     prompts  token ids, brought up side by side in chunks; they need at most 64 blocks of 128 tokens together.
     texts    prompts to continue greedily by `tokens` tokens; none: the level is left out.
@@ -462,13 +464,12 @@ def compare(
     steps = plans(prompts, chunk, decode)
     found: dict[str, list[Line]] = {}
     for numerics in profiles:
-        progress(f"{numerics}: ops")
-        lines = op_lines(checkpoint, numerics, left, right, steps)
-        progress(f"{numerics}: layers")
-        lines += layer_lines(checkpoint, numerics, left, right, steps)
-        progress(f"{numerics}: logits")
-        lines += logit_lines(checkpoint, numerics, left, right, steps)
-        if texts:
+        lines: list[Line] = []
+        for level, of in (("op", op_lines), ("layer", layer_lines), ("logits", logit_lines)):
+            if level in levels:
+                progress(f"{numerics}: {level}")
+                lines += of(checkpoint, numerics, left, right, steps)
+        if texts and "text" in levels:
             progress(f"{numerics}: text")
             lines += text_lines(model, numerics, left, right, texts, tokens, folder)
         found[numerics] = lines

@@ -9,6 +9,7 @@ import json
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compile.add_argument("--workers", type=_count, metavar="N", help="processes (default: one a core)")
     compile.add_argument("--json", action="store_true", help="the whole report as one JSON object")
     compile.set_defaults(run_bench=_compile)
+    everything = benches.add_parser(
+        "all", help="all that is measured on a GPU, each part in a process of its own", allow_abbrev=False
+    )
+    everything.add_argument("--only", default="", metavar="PART,PART", help="these parts alone; --list names them")
+    everything.add_argument("--list", action="store_true", help="say what the parts are, and run none")
+    everything.add_argument("--limit-seconds", type=float, metavar="S", help="of all parts together (default: none)")
+    everything.add_argument(
+        "--resume", action="store_true", help="leave out what was done at this commit with the same settings"
+    )
+    everything.add_argument("--model", default="minnow", metavar="NAME", help="model of step, numerics, text, compare")
+    everything.add_argument(
+        "--data", type=Path, metavar="FILE", help="documents as in eval, for numerics and text; none: no text"
+    )
+    everything.add_argument(
+        "--texts", type=Path, metavar="DIR", help="the CPU's completions, as doctor --texts keeps them"
+    )
+    everything.add_argument("--prompts", type=_count, default=500, help="of the documents, to continue (default 500)")
+    everything.add_argument("--device", default="cuda", help="cuda, or cpu for reduced runs (default cuda)")
+    everything.add_argument("--out", default="results", metavar="DIR", help="folder of results (default results)")
+    everything.add_argument("--logs", default="runs/all", metavar="DIR", help="what parts print (default runs/all)")
+    everything.add_argument("--json", action="store_true", help="how the parts went, as one JSON object")
+    everything.set_defaults(run_bench=_all)
     for bench in (kernel, same, rank, tune):
         bench.add_argument("--device", default="cuda", help="cuda, or cpu for a reduced run (default cuda)")
         bench.add_argument(
@@ -305,6 +328,35 @@ def _compile(args: argparse.Namespace) -> int:
     found = ahead.run(options, _say)
     print(json.dumps(found, ensure_ascii=False) if args.json else ahead.text(found))
     return 0
+
+
+def _all(args: argparse.Namespace) -> int:
+    from benthic.bench import all as everything
+
+    options = everything.Options(
+        out=Path(args.out),
+        logs=Path(args.logs),
+        only=tuple(name for name in args.only.split(",") if name),
+        limit_seconds=args.limit_seconds,
+        resume=args.resume,
+        device=args.device,
+        model=args.model,
+        data=args.data,
+        texts=args.texts,
+        prompts=args.prompts,
+    )
+    if args.list:
+        for part in everything.parts(options):
+            print(
+                f"{part.name:<18}{part.seconds:>5.0f} s, at most {part.limit:.0f}  benthic {' '.join(part.words[2:])}"
+            )
+        return 0
+    found = everything.run(options, _say)
+    if args.json:
+        print(json.dumps({"parts": [asdict(done) for done in found]}, ensure_ascii=False))
+    else:
+        print(everything.table(found))
+    return 0 if all(done.ok for done in found) else 1
 
 
 def _tune(args: argparse.Namespace) -> int:

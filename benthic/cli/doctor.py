@@ -59,6 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tokens", type=int, default=64, metavar="N", help="with --compare: by N tokens (default 64)")
     parser.add_argument(
+        "--levels", default="op,layer,logits,text", metavar="LEVEL,LEVEL", help="with --compare: which (default all)"
+    )
+    parser.add_argument(
         "--texts", type=Path, metavar="DIR", help="with --compare: keep the first place's completions here, or use them"
     )
     config.add_arguments(parser)
@@ -92,6 +95,10 @@ def _compare(args: argparse.Namespace, settings: config.Config) -> int:
     for name in profiles:
         if name not in NUMERICS:
             raise BadField("profiles", name, f"one of {', '.join(NUMERICS)}")
+    levels = args.levels.split(",")
+    for level in levels:
+        if level not in compare.LEVELS:
+            raise BadField("levels", level, f"one of {', '.join(compare.LEVELS)}")
     left, right = map(place, names)
     model = args.target or settings.model
     documents = [] if args.data is None else compare.prompts_of(model, args.data, args.prompts)
@@ -105,6 +112,7 @@ def _compare(args: argparse.Namespace, settings: config.Config) -> int:
         texts=documents,
         tokens=args.tokens,
         folder=args.texts,
+        levels=levels,
     )
     if args.json:
         body = {"places": names, "model": model, "profiles": {n: [asdict(x) for x in xs] for n, xs in found.items()}}

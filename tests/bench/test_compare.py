@@ -147,6 +147,23 @@ def test_completions_are_kept_for_the_same_prompts_alone(folder: Path, tmp_path:
         compare.kept(tmp_path, folder, "float", where, [[5, 9], [8]], 3)
 
 
+def test_the_floor_of_texts_is_that_of_a_few_prompts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prompts are compared; the slow side continues one."""
+    asked: list[tuple[str, int]] = []
+
+    def greedy(model: Any, numerics: str, where: compare.Place, prompts: Any, tokens: int) -> list[compare.Text]:
+        asked.append((where.name, len(prompts)))
+        return [compare.Text([4, 5], [1.0, 1.0]) for _ in prompts]
+
+    monkeypatch.setattr(compare, "greedy", greedy)
+    monkeypatch.setattr(compare, "FORCED", 1)
+    cpu = compare.place("cpu")
+    lines = compare.text_lines(folder, "production", cpu, cpu, [[5], [6]], 2)
+    assert asked == [("cpu", 2), ("cpu", 2), ("cpu:reference", 1)]
+    shares = {line.name: line.cases for line in lines if line.name.startswith("first token")}
+    assert shares == {"first token": 2, "first token (cpu:reference)": 1}
+
+
 def test_agreement_counts_ties_apart(folder: Path) -> None:
     """The second completion leaves at a tie, the third where the first choice was clear."""
     mine = [compare.Text([4, 5], [1.0, 1.0]), compare.Text([4, 5], [1.0, 1e-4]), compare.Text([4, 5], [1.0, 1.0])]
@@ -168,6 +185,11 @@ def test_from_the_command_line(
     assert "KL floor (cpu:reference)" in text
     assert main([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["passed"] is True
+    assert main([*command, "--json", "--levels", "layer,logits"]) == 0
+    lines = json.loads(capsys.readouterr().out)["profiles"]["production"]
+    assert {line["level"] for line in lines} == {"layer", "logits"}
+    assert main([*command, "--levels", "layers"]) == 2
+    assert "op, layer, logits, text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["gpu0", "cuda" if not torch.cuda.is_available() else "nowhere"])
