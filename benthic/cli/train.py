@@ -3,12 +3,13 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+_SAVE_SECONDS = 12.0  # at most, to save a state or write a result
 _BAR = "{percentage:3.0f}% |{bar:20}| {n:.0f}/{total:.0f} s, {remaining} left, {postfix}"
 
 
@@ -35,12 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     train.add_argument("--device", default="cuda", help="torch device")
     train.add_argument("--limit-seconds", type=_seconds, help="end the command, evaluation included, within this time")
     train.add_argument(
-        "--reserve-seconds", type=_seconds, default=45.0, help="of the limit, kept for evaluation and packing"
+        "--reserve-seconds", type=_seconds, default=75.0, help="of the limit, kept for packing and evaluation"
     )
     train.add_argument(
         "--pause",
         action="store_true",
-        help="stop at the limit with the schedule unchanged, save, and end; the same command goes on from there",
+        help="stop at the limit with the schedule unchanged, save, and end; the same command goes on from there, and "
+        "evaluates once all is trained and the reserve is there",
     )
     train.add_argument("--pack", type=Path, help="also write the checkpoint here at the end")
     train.add_argument(
@@ -63,11 +65,11 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     """One option for each field of the run's settings, with its default."""
     from dataclasses import fields
 
-    from benthic.train.loop import Settings
+    from benthic.train.settings import Settings
 
     group = parser.add_argument_group("settings")
     for field in fields(Settings):
-        kind = int if isinstance(field.default, int) else float
+        kind = type(field.default)
         name = f"--{field.name.replace('_', '-')}"
         group.add_argument(name, type=kind, default=field.default, help=f"default {field.default}")
 
@@ -142,60 +144,60 @@ def _data(args: argparse.Namespace) -> int:
 
 def _backbone(args: argparse.Namespace) -> int:
     import time
-    from dataclasses import fields
+    from dataclasses import asdict, fields
 
     begin = time.monotonic()
     import torch
 
     from benthic.models.deepseek_v41_config import ModelConfig
     from benthic.text.tokenizer import Tokenizer
-    from benthic.train import data, evaluate, loop, pack
+    from benthic.train import data, evaluate, loop, loss, pack, rows
+    from benthic.train.settings import Settings
 
     device = _device(args.device)
     loop.pyplot()  # what the end needs is asked for before the beginning
-    settings = loop.Settings(**{field.name: getattr(args, field.name) for field in fields(loop.Settings)})
+    settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
     manifest, tokenizer = data.Manifest.read(args.data), Tokenizer.from_dir(args.data)
     config_json = pack.read_config(args.data)
-    config, ids = ModelConfig.from_json(config_json), loop.Ids.of(tokenizer)
+    config, ids = ModelConfig.from_json(config_json), loss.Ids.of(tokenizer)
     if args.pack is not None:
         pack.check_size(config, args.data)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
+    loader = rows.RowLoader(args.data, manifest, settings, ids, device, config.vision)  # goes on in threads
     classes = torch.from_numpy(tokenizer.engram_classes())
     trainer = loop.Trainer(config, classes, ids, settings, device)
-    loader = loop.RowLoader(args.data, manifest, settings, ids, device)
-    limit = float("inf") if args.limit_seconds is None else args.limit_seconds
-    deadline = begin + limit - args.reserve_seconds
+    end = begin + (float("inf") if args.limit_seconds is None else args.limit_seconds)
     bar = tqdm(total=settings.seconds, unit="s", file=sys.stderr, mininterval=1.0, bar_format=_BAR, disable=None)
     with trainer.kernels.installed(), bar:
 
         def report(row: dict[str, float]) -> None:
             bar.n = round(min(row["seconds"], settings.seconds), 1)
+            parts = " ".join(f"{name} {row[name]:.2f}" for name in settings.names if row[name] == row[name])
             rate = f"{row['tokens_per_second'] / 1e3:.0f}k tok/s"
-            bar.set_postfix_str(
-                f"step {row['step']:.0f} loss {row['text']:.3f} needle {row['needle']:.2f} kl {row['index']:.2f} {rate}"
-            )
+            bar.set_postfix_str(f"step {row['step']:.0f} loss {row['text']:.3f} kl {row['index']:.2f} {rate} | {parts}")
 
+        deadline = end - (_SAVE_SECONDS if args.pause else args.reserve_seconds)
         last, done = loop.run(trainer, loader, args.out, deadline, report, pause=args.pause)
         result: dict[str, Any] = {"total_seconds": time.monotonic() - begin, **last}
-        if not done:
-            _show(result, args.json)
+        if not done or (args.pause and time.monotonic() > end - args.reserve_seconds):
+            _show(result | {"trained": done, "evaluated": False}, args.json)
             return 0
         result["parameters"] = sum(leaf.value.numel() for leaf in trainer.optimiser.leaves)
         if args.pack is not None:
             masters = trainer.optimiser.masters() | trainer.biases()
             result["packed_bytes"] = pack.write(args.pack, args.data, config_json, masters, settings.seed, replace=True)
+        loop.plot(args.out, settings)
         evaluator = evaluate.Evaluator(trainer, args.data, manifest, tokenizer)
-        result |= evaluate.report(trainer, evaluator, documents=args.documents)
+        result |= evaluate.report(trainer, evaluator, documents=args.documents, deadline=end - _SAVE_SECONDS)
         if device.type == "cuda":
             result["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
             result["device"] = torch.cuda.get_device_name(device)
-        loop.plot(args.out)
-        result |= {"torch": torch.__version__, "total_seconds": time.monotonic() - begin}
+        result |= {"torch": torch.__version__, "settings": asdict(settings), "total_seconds": time.monotonic() - begin}
         (args.out / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         if args.profile is not None:
-            args.profile.write_text(loop.profile(trainer, loader.next()), encoding="utf-8")
-    _show(result, args.json)
+            args.profile.write_text(loop.profile(trainer, loader), encoding="utf-8")
+    _show(result | {"trained": True, "evaluated": True}, args.json)
     return 0
 
 
@@ -222,14 +224,15 @@ def _pack(args: argparse.Namespace) -> int:
 
     from benthic.models.deepseek_v41_config import ModelConfig
     from benthic.text.tokenizer import Tokenizer
-    from benthic.train import loop, pack
+    from benthic.train import loop, loss, pack
+    from benthic.train.settings import Settings
 
     config_json = pack.read_config(args.data)
     tokenizer = Tokenizer.from_dir(args.data)
-    settings = loop.Settings(rows=1, needle_rows=0, copy_rows=0, index_rows=0)
+    settings = Settings(rows=1, parts="prose", weights="", index_rows=0, images_from=1.0, long_parts="", long_from=1.0)
     classes = torch.from_numpy(tokenizer.engram_classes())
     config = ModelConfig.from_json(config_json)
-    trainer = loop.Trainer(config, classes, loop.Ids.of(tokenizer), settings, torch.device("cpu"))
+    trainer = loop.Trainer(config, classes, loss.Ids.of(tokenizer), settings, torch.device("cpu"))
     state_file = args.run / loop.STATE_FILE
     state = loop.read_state(state_file, trainer.device)
     trainer.restore(state, state_file)
@@ -244,5 +247,14 @@ def _show(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(result))
         return
-    for key, value in result.items():
+    for key, value in _flat(result):
         print(f"{key:36} {value:.6g}" if isinstance(value, float) else f"{key:36} {value}")
+
+
+def _flat(result: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Names and values, those of inner tables under the name of the table."""
+    for key, value in result.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{key} ")
+        else:
+            yield f"{before}{key}", value

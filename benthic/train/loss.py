@@ -3,9 +3,29 @@
 B rows of L tokens, T = B L, D hidden width, V vocabulary.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from benthic.text.tokenizer import Tokenizer
+
+
+class Ids(NamedTuple):
+    """The special ids that training needs."""
+
+    bos: int
+    eos: int
+    pad: int
+    assistant: int
+    think_open: int
+    think_close: int
+    image: int
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "Ids":
+        return cls(*(tokenizer.special_ids[name] for name in cls._fields))
 
 
 def history(ids: Tensor, n: int) -> Tensor:
@@ -19,14 +39,19 @@ def targets(ids: Tensor) -> Tensor:
     return F.pad(ids[:, 1:], (0, 1)).flatten()
 
 
-def response_weights(ids: Tensor, opened: int, closed: int) -> Tensor:
+def response_weights(ids: Tensor, special: Ids) -> Tensor:
     """ids [B, L] -> f32 [B, L]: 1 where the next token belongs to a response, its end token included.
 
-    A response stands between the id `opened` (`</think>`) and the id `closed` (end of sentence).
+    A response begins behind the mode token (`<think>` or `</think>`) that follows `<｜Assistant｜>`, and ends with
+    the end token; thinking and tool calls are part of it. One that was cut ends where the next document begins.
     """
-    inside = ((ids == opened).int().cumsum(1) - (ids == closed).int().cumsum(1)) > 0
-    inside[:, -1] = False
-    return inside.float()
+    at = torch.arange(ids.shape[1], device=ids.device)
+    mode = (ids == special.think_open) | (ids == special.think_close)
+    opened = mode & (F.pad(ids, (1, 0), value=-1)[:, :-1] == special.assistant)
+    closed = (ids == special.eos) | (ids == special.bos)
+    last_opened, last_closed = (torch.where(where, at, -1).cummax(1).values for where in (opened, closed))
+    inside = (last_opened > last_closed)[:, :-1] & (ids[:, 1:] != special.bos)
+    return F.pad(inside, (0, 1)).float()
 
 
 def head_loss(hidden: Tensor, head: Tensor, wanted: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

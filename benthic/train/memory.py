@@ -12,7 +12,7 @@ H heads, dh head width, Hi and di index heads and width, N = L // ratio compress
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,12 +29,22 @@ from benthic.types import Numerics
 TILE = 128  # block-sparse granularity of the attention kernel, in folded query rows and in keys
 
 
+CHUNK = 1 << 29  # dot products of the indexers at a time, while entries are chosen
+Pick = Literal["index", "all", "random"]
+
+
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """What is in force in a forward pass."""
+    """What is in force in a forward pass.
 
-    topk: bool  # selections limit attention; else every visible entry is attended
-    index_rows: int  # first rows of the batch on which the index loss is taken; 0: none
+    topk        selections limit attention; else every visible entry is attended
+    index_rows  first rows of the batch on which the index loss is taken; 0: none
+    pick        of what selections are made: the indexers' scores; for measures, all that is visible, or chance
+    """
+
+    topk: bool
+    index_rows: int
+    pick: Pick = "index"
 
 
 class Source(NamedTuple):
@@ -176,22 +186,16 @@ class RowLayer(ByGroups):
         kept[self.plan.index] = values.unflatten(0, (self.shapes.rows, -1))
 
     def select(self, q: Tensor, weights: Tensor, shared: Selection | None) -> Selection:
-        memory, shapes, plan, text = self.memory, self.shapes, self.plan, self.shapes.text
+        memory, shapes, plan = self.memory, self.shapes, self.plan
         assert plan.keys_from is not None, f"layer {plan.index} selects but has no index keys to score"
         q, weights = (x.unflatten(0, (shapes.rows, -1)) for x in (q, weights))
         keys = memory.keys[plan.keys_from]
         candidates = shared.candidates if shared is not None else None
         chosen = torch.empty(0, dtype=torch.bool, device=q.device)  # dense visibility
         if memory.mode.topk:
-            restrict = candidates if plan.candidates_from is not None else None
-            blocks = text.candidate_topk_blocks if plan.makes_candidates else 0
             chosen = shapes.chosen(plan.index)
             with torch.no_grad():
-                picked, emitted = shapes.kernels.piece(choose)(
-                    q, weights, keys, shapes.visible[plan.ratio], text.index_topk, restrict, blocks,
-                    text.candidate_block_size,
-                )  # fmt: skip
-                chosen.copy_(picked)
+                emitted = self._choose(q, weights, keys, candidates, chosen)
             candidates = emitted if plan.makes_candidates else candidates
         if memory.mode.index_rows:
             b = memory.mode.index_rows
@@ -199,6 +203,32 @@ class RowLayer(ByGroups):
             memory.sources[plan.index] = Source(q[:b], weights[:b], keys[:b], allowed, plan.ratio)
             memory.mass[plan.index] = []
         return Selection(chosen, candidates)
+
+    def _choose(self, q: Tensor, weights: Tensor, keys: Tensor, candidates: Tensor | None, into: Tensor) -> Tensor:
+        """Write the selection into [B, L, N]; returns the candidate blocks, empty where the layer makes none."""
+        shapes, plan, text, pick = self.shapes, self.plan, self.shapes.text, self.memory.mode.pick
+        visible = shapes.visible[plan.ratio]
+        if pick == "all":
+            into.copy_(torch.arange(into.shape[-1], device=into.device) < visible.unsqueeze(-1))
+            return into[..., :0]
+        restrict = candidates if plan.candidates_from is not None and pick == "index" else None
+        blocks = text.candidate_topk_blocks if plan.makes_candidates and pick == "index" else 0
+        emitted: list[Tensor] = []
+        rows = max(1, CHUNK // (shapes.length * q.shape[2] * into.shape[-1]))
+        while shapes.rows % rows:
+            rows -= 1
+        for part in (slice(first, first + rows) for first in range(0, shapes.rows, rows)):
+            if pick == "random":
+                scores = torch.rand(into[part].shape, device=into.device).to(q.dtype)
+                scores = shapes.kernels.piece(only_visible)(scores, visible)
+            else:
+                scores = shapes.kernels.piece(visible_scores)(q[part], weights[part], keys[part], visible)
+            limit = None if restrict is None else restrict[part]
+            into[part], made = choose(
+                shapes.kernels, scores, visible, text.index_topk, limit, blocks, text.candidate_block_size
+            )
+            emitted.append(made)
+        return torch.cat(emitted)
 
     def attend(self, q: Tensor, kw: Tensor, selection: Selection | None, sink: Tensor) -> Tensor:
         memory, shapes, plan = self.memory, self.shapes, self.plan
@@ -269,8 +299,8 @@ def ordered(values: Tensor) -> Tensor:
 def top_mask(scores: Tensor, k: int) -> Tensor:
     """The k largest of the last axis as a mask, lowest index first among equals; -inf is never taken. f32 [..., N].
 
-    Score and index make one 48-bit key. The k-th key is found by 48 halvings, which costs less on a device than sorting
-    short rows. N is below 2^16.
+    Score and index make one 48-bit key. The k-th key is found by 48 halvings. N is below 2^16. This is the CPU path
+    and the reference of `select.top_mask`.
     """
     n = scores.shape[-1]
     keys = (ordered(scores).to(torch.int64) << 16) | (n - 1 - torch.arange(n, device=scores.device))
@@ -284,35 +314,56 @@ def top_mask(scores: Tensor, k: int) -> Tensor:
     return (keys >= low) & ~torch.isneginf(scores)
 
 
+def only_visible(scores: Tensor, visible: Tensor) -> Tensor:
+    """[b, L, N] -> the same, -inf from entry visible [L] on."""
+    return scores.masked_fill(torch.arange(scores.shape[-1], device=scores.device) >= visible[:, None], -torch.inf)
+
+
+def visible_scores(q: Tensor, weights: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
+    """`scores_of` in the dtype of q, as serving compares them, -inf from entry visible [L] on. [b, L, N]."""
+    return only_visible(scores_of(q, weights, keys).to(q.dtype), visible)
+
+
+def block_scores(scores: Tensor, visible: Tensor, size: int) -> Tensor:
+    """[b, L, N] -> [b, L, ceil(N / size)]: the best of each block; the newest, perhaps not full, is always kept."""
+    best = F.pad(scores, (0, -scores.shape[-1] % size), value=-torch.inf).unflatten(-1, (-1, size)).amax(-1)
+    newest = torch.arange(best.shape[-1], device=scores.device) == (visible.unsqueeze(-1) - 1) // size
+    return best.masked_fill(newest & (visible.unsqueeze(-1) > 0), torch.inf)
+
+
+def only_blocks(scores: Tensor, blocks: Tensor, size: int) -> Tensor:
+    """scores [b, L, N] -> the same, -inf outside of blocks [b, L, ceil(N / size)] bool."""
+    return scores.masked_fill(~blocks.repeat_interleave(size, dim=-1)[..., : scores.shape[-1]], -torch.inf)
+
+
 def choose(
-    q: Tensor,
-    weights: Tensor,
-    keys: Tensor,
+    kernels: TrainingKernels,
+    scores: Tensor,
     visible: Tensor,
     topk: int,
     restrict: Tensor | None,
     blocks: int,
     size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Chosen entries [B, L, N] bool; candidate blocks [B, L, ceil(N / size)] bool (empty when `blocks` is 0).
+    """Chosen entries [b, L, N] bool; candidate blocks [b, L, ceil(N / size)] bool (empty when `blocks` is 0).
 
+    scores    [b, L, N], of visible entries; the others are -inf.
     restrict  candidate blocks of an earlier source, as returned here: other entries are out.
     """
-    scores = scores_of(q, weights, keys).to(q.dtype).float()  # compared as serving compares them
-    n = scores.shape[-1]
-    seen = torch.arange(n, device=q.device) < visible.unsqueeze(-1)  # [L, N]
-    scores = scores.masked_fill(~seen, -torch.inf)
-    emitted = seen.new_empty(0)
+    emitted = scores.new_empty(len(scores), 0, dtype=torch.bool)
     if blocks:
-        padded = F.pad(scores, (0, -n % size), value=-torch.inf)
-        best = padded.unflatten(-1, (-1, size)).amax(-1)  # [B, L, blocks]
-        newest = torch.arange(best.shape[-1], device=q.device) == (visible.unsqueeze(-1) - 1) // size
-        best = torch.where(newest & (visible.unsqueeze(-1) > 0), torch.inf, best)
-        emitted = top_mask(best, blocks)
+        emitted = _top(kernels, kernels.piece(block_scores)(scores, visible, size), blocks)
     if restrict is not None:
-        inside = restrict.repeat_interleave(size, dim=-1)[..., :n]
-        scores = scores.masked_fill(~inside, -torch.inf)
-    return top_mask(scores, topk), emitted
+        scores = kernels.piece(only_blocks)(scores, restrict, size)
+    return _top(kernels, scores, topk), emitted
+
+
+def _top(kernels: TrainingKernels, scores: Tensor, k: int) -> Tensor:
+    if not kernels.compiled:
+        return top_mask(scores.float(), k)
+    from benthic.train import select
+
+    return select.top_mask(scores, k)
 
 
 def attention_mass(

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -14,28 +15,17 @@ import torch
 from benthic.cli.main import main
 from benthic.models.weights import Checkpoint
 from benthic.skills.base import SKILLS
-from benthic.train import data, loop
+from benthic.train import data, evaluate, loop
 from tests.train.small import small_corpus, small_json
 
 SKILL_TOKENS = dict.fromkeys(SKILLS, 0) | {"needle": 3000, "copy": 1500}
 DATA = tuple(word for skill, tokens in SKILL_TOKENS.items() for word in ("--skill-tokens", f"{skill}={tokens}"))
-RUN = (
-    *(
-        "--device",
-        "cpu",
-        "--rows",
-        "3",
-        "--length",
-        "64",
-        "--needle-rows",
-        "1",
-        "--copy-rows",
-        "1",
-        "--index-rows",
-        "1",
-    ),
-    *("--documents", "2", "--topk-from", "0.3", "--quantise-from", "0.6"),
+ROWS = (
+    *("--device", "cpu", "--rows", "2", "--length", "64", "--parts", "prose", "--weights", "", "--index-rows", "2"),
+    *("--long-length", "128", "--long-parts", "", "--images-from", "1"),
 )
+RUN = (*ROWS, "--topk-from", "0", "--quantise-from", "0", "--long-from", "1", "--documents", "1")  # one phase
+PHASES = (*ROWS, "--topk-from", "0.3", "--long-from", "0.5", "--quantise-from", "0.6", "--documents", "2")
 AT_ONCE = ("--seconds", "30", "--limit-seconds", "0", "--pause")  # a second, the least a run takes
 
 
@@ -90,24 +80,29 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_from_a_corpus_to_generated_text(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, packed = tmp_path / "run", tmp_path / "model"
-    backbone = ("backbone", "--data", root / "data", "--out", out, *RUN, "--seconds", "15")
+    backbone = ("backbone", "--data", root / "data", "--out", out, *PHASES, "--seconds", "15")
     # a pause after a step or a second, whichever is longer, then the same command again
     first = good(capsys, *backbone, "--pause", "--limit-seconds", "1", "--reserve-seconds", "1")
     assert first["seconds"] < 15
+    assert (first["trained"], first["evaluated"]) == (False, False)
     assert not (out / "result.json").exists()
     second = good(capsys, *backbone, "--pause", "--pack", packed)
     assert second["step"] > first["step"]
     assert second["quantised"] == 1
     assert second["packed_bytes"] == sum(path.stat().st_size for path in packed.iterdir())
+    assert (second["trained"], second["evaluated"]) == (True, True)
     assert second.items() >= json.loads((out / "result.json").read_text()).items()
     assert second["float_bits_per_byte"] > 0
-    assert {f"packed_exact_needle-{n}.valid" for n in data.NEEDLE_LADDER} < second.keys()
+    assert second["needle"].keys() == {str(n) for n in data.NEEDLE_LADDER}
+    assert second["exact"].keys() == {"needle", "copy"}
     assert str(tmp_path) not in (out / "result.json").read_text()
     assert (out / loop.PLOT_FILE).read_bytes().startswith(b"\x89PNG")
     with (out / loop.LOG_FILE).open(newline="") as file:
         steps = [int(row["step"]) for row in csv.DictReader(file)]
     assert steps == list(range(1, second["step"] + 1))
-    # nothing is left: the command packs and measures once more
+    # nothing is left: the command packs and measures once more, unless the time for it is not there
+    short = good(capsys, *backbone, "--pause", "--limit-seconds", "1")
+    assert (short["trained"], short["evaluated"]) == (True, False)
     third = good(capsys, *backbone, "--pack", packed)
     assert "step" not in third
     assert third["packed_nats_per_token"] == pytest.approx(second["packed_nats_per_token"])
@@ -153,16 +148,17 @@ def test_a_profile_comes_after_everything_else(
 ) -> None:
     out = tmp_path / "run"
 
-    def profile(trainer: loop.Trainer, ids: torch.Tensor) -> str:
+    def profile(trainer: loop.Trainer, loader: Any) -> str:
         assert (out / "result.json").is_file()
-        return f"{trainer.steps} steps, {tuple(ids.shape)}"
+        return f"{trainer.steps} steps, {tuple(loader.next().ids.shape)}"
 
     monkeypatch.setattr(loop, "profile", profile)
+    monkeypatch.setattr(evaluate, "report", lambda *_, **__: {"needle": {"512": 0.5}})
     arguments = ("--data", root / "data", "--out", out, *RUN, "--seconds", "0.1", "--profile", tmp_path / "profile.txt")
     code, shown, err = run(capsys, "backbone", *arguments)
     assert code == 0, err
-    assert "packed_bits_per_byte" in shown
-    assert (tmp_path / "profile.txt").read_text().endswith(" steps, (3, 64)")
+    assert re.search(r"^needle 512 +0\.5$", shown, re.MULTILINE)
+    assert (tmp_path / "profile.txt").read_text().endswith(" steps, (2, 64)")
 
 
 # Refused
@@ -200,8 +196,8 @@ def test_a_missing_or_bad_data_folder(root: Path, tmp_path: Path, capsys: pytest
         capsys, 2, *command
     )
     shutil.copytree(root / "data", folder)
-    (folder / "needle.ids.xz").unlink()
-    assert "needle.ids.xz" in refused(capsys, 2, *command)
+    (folder / "prose.ids.xz").unlink()
+    assert "prose.ids.xz" in refused(capsys, 2, *command)
     (folder / "config.json").unlink()
     assert "config.json does not exist" in refused(capsys, 1, *command)
     (folder / "tokenizer.json").unlink()
@@ -223,9 +219,10 @@ def test_a_device_that_is_not_there(
     ("arguments", "text"),
     [
         (
-            ("--rows", "2"),
-            "setting rows is 2 (from the settings of the run), want more than the 2 needle and copy rows",
+            ("--parts", "copy=2,prose"),
+            "setting rows is 2 (from the settings of the run), want more than the 2 of skills",
         ),
+        (("--parts", "copy=2"), "setting parts is 'copy=2'"),
         (("--length", "63"), "setting length is 63"),
         (("--seconds", "-1"), "setting seconds is -1.0"),
         (("--seconds", "nan"), "setting seconds is nan"),

@@ -10,7 +10,7 @@ from benthic.testing.checkpoints import tiny_config
 from benthic.testing.tokenizers import write_tokenizer
 from benthic.train import loop, pack
 from benthic.types import NUMERICS
-from tests.train.small import IDS
+from tests.train.small import IDS, only_prose
 
 ROWS, LENGTH = 2, 150
 
@@ -32,9 +32,11 @@ def random_masters(trainer: loop.Trainer, seed: int) -> None:
 def trainer() -> loop.Trainer:
     """Weights on the grids of the checkpoint, quantisers of activations off."""
     config = ModelConfig.from_json(tiny_config())
-    settings = loop.Settings(rows=ROWS, length=LENGTH, needle_rows=1, copy_rows=0, index_rows=1)
+    settings = only_prose(rows=ROWS, length=LENGTH, index_rows=1)
     classes = torch.arange(config.text.vocab_size)
-    made = loop.Trainer(config, classes, IDS, settings, torch.device("cpu"), NUMERICS["float"])
+    made = loop.Trainer(
+        config, classes, IDS._replace(image=config.image_token_id), settings, torch.device("cpu"), NUMERICS["float"]
+    )
     random_masters(made, 1)
     made.optimiser.publish(quantised=True)
     return made

@@ -15,9 +15,9 @@ from benthic.train import backbone, loop
 from benthic.train.memory import Mode
 from benthic.types import NUMERICS
 from tests.train.conftest import LENGTH, ROWS, random_masters
-from tests.train.small import IDS, small_trainer
+from tests.train.small import IDS, only_prose, small_trainer
 
-SETTINGS = loop.Settings(rows=2, length=64, needle_rows=0, copy_rows=0, index_rows=2)
+SETTINGS = only_prose(rows=2, length=64, index_rows=2)
 
 
 def serve(folder: Path, ids: Tensor) -> Tensor:
@@ -104,10 +104,7 @@ def test_the_index_loss_teaches_the_indexers_alone_and_nothing_else_teaches_them
 
 
 def test_values_at_the_start():
-    first, same, other = (
-        small_trainer(loop.Settings(rows=1, length=32, needle_rows=0, copy_rows=0, index_rows=0, seed=s))
-        for s in (0, 0, 1)
-    )
+    first, same, other = (small_trainer(only_prose(rows=1, length=32, seed=s)) for s in (0, 0, 1))
     values = {name: value.detach() for name, value in first.model.named_parameters()}
     assert all(torch.equal(value, dict(same.model.named_parameters())[name]) for name, value in values.items())
     streams, width = first.config.text.hc_mult, first.config.text.hidden_size
@@ -159,9 +156,9 @@ def test_matrices_go_to_muon_and_the_rest_to_adam():
         "layers.0.ffn.w2": text.hidden_size,
         "layers.0.ffn.shared_w13.weight": text.moe_intermediate_size,
         "layers.1.engram.wkv.weight": text.hidden_size,
-        "vision.patch_embed.weight": 128,
-        "vision.blocks.1.wqkv.weight": 128,
-        "vision.blocks.0.w1.weight": 352,
+        "vision.patch_embed.weight": 64,
+        "vision.blocks.0.wqkv.weight": 64,
+        "vision.blocks.0.w1.weight": 96,
         "vision.aligner_w1.weight": text.hidden_size,
     }.items():
         assert leaves[name].matrix == rows, name

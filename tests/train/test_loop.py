@@ -1,297 +1,238 @@
-"""The run: settings, schedule, batches, a step, and a run that pauses, breaks off and goes on."""
+"""A step, and a run that pauses, breaks off and goes on."""
 
 import csv
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, fields, replace
-from itertools import pairwise
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from benthic.errors import BadSetting, BadTrainingData, BadTrainingState, MissingDependency
-from benthic.testing.tokenizers import build_tokenizer
+from benthic.errors import BadTrainingState, MissingDependency
+from benthic.kernels import backends
+from benthic.models.base import Batch
+from benthic.models.deepseek_v41_config import ModelConfig
+from benthic.models.deepseek_v41_vision import patches
+from benthic.skills.shapes import draw
 from benthic.train import data, loop
-from benthic.train.loop import Phase, RowLoader, Settings, Trainer, phase_at, rate_factor
-from tests.train.small import IDS, small_trainer
+from benthic.train.loop import Trainer
+from benthic.train.loss import history, response_weights
+from benthic.train.memory import Mode, RowMemory, RowShapes
+from benthic.train.rows import RowBatch, RowLoader
+from benthic.train.settings import Form, Phase, Settings, phase_at, phases_from, rate_factor
+from benthic.types import NUMERICS
+from tests.train.conftest import random_masters
+from tests.train.small import IDS, IMAGE, SMALL, only_prose, small_json, small_trainer, write_folder
 
 CPU = torch.device("cpu")
-SMALL = Settings(rows=4, length=32, needle_rows=1, copy_rows=1, index_rows=2, seconds=10.0)
-
-
-# Settings
-
-
-def test_the_defaults_are_good() -> None:
-    Settings().check()
-    SMALL.check()
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("rows", 0),
-        ("rows", 2),
-        ("length", 31),
-        ("length", 0),
-        ("length", 1 << 16),
-        ("needle_rows", -1),
-        ("needle_rows", 3),
-        ("copy_rows", -1),
-        ("index_rows", -1),
-        ("index_rows", 5),
-        ("seconds", 0.0),
-        ("seconds", -1.0),
-        ("seconds", float("inf")),
-        ("seconds", float("nan")),
-        ("topk_from", 1.5),
-        ("topk_from", -0.1),
-        ("quantise_from", float("nan")),
-        ("warm_up", -0.1),
-        ("warm_up", 0.5),
-        ("flat_until", 1.0),
-        ("floor", -1.0),
-        ("needle_weight", -1.0),
-        ("balance_weight", float("nan")),
-        ("index_weight", float("inf")),
-        ("bias_step", -1e-3),
-        ("seed", -1),
-    ],
-)
-def test_a_bad_setting_is_named(key: str, value: float) -> None:
-    with pytest.raises(BadSetting) as caught:
-        replace(SMALL, **{key: value}).check()
-    named = "rows" if (key, value) == ("needle_rows", 3) else key
-    assert caught.value.key == named
-    assert caught.value.exit_code == 2
-    assert f"setting {named} is " in str(caught.value)
-
-
-def test_every_setting_is_checked() -> None:
-    for field in fields(Settings):
-        with pytest.raises(BadSetting):
-            replace(SMALL, **{field.name: -5}).check()
-
-
-# The schedule
-
-
-def test_phases_follow_the_time() -> None:
-    settings = replace(SMALL, topk_from=0.5, quantise_from=0.8)
-    assert phase_at(0.0, settings) == phase_at(0.499, settings) == Phase(False, False)
-    assert phase_at(0.5, settings) == phase_at(0.799, settings) == Phase(True, False)
-    assert phase_at(0.8, settings) == phase_at(1.0, settings) == Phase(True, True)
-    assert phase_at(0.0, replace(settings, topk_from=0.0)) == Phase(True, False)
-
-
-def test_rate_goes_up_stays_and_goes_down() -> None:
-    settings = replace(SMALL, warm_up=0.04, flat_until=0.4, floor=0.03)
-    want = {0.0: 0.01, 0.01: 0.25, 0.02: 0.5, 0.04: 1.0, 0.2: 1.0, 0.4: 1.0, 0.7: 0.515, 1.0: 0.03, 1.5: 0.03}
-    for share, factor in want.items():
-        assert rate_factor(share, settings) == pytest.approx(factor), share
-    assert rate_factor(0.0, replace(settings, warm_up=0.0)) == 1.0
-    down = [rate_factor(share / 100, settings) for share in range(40, 101)]
-    assert down == sorted(down, reverse=True)
-
-
-# Batches
-
-
-def folder_of(path: Path, seed: int = 0, vocab_size: int = 512, **counts: int) -> tuple[Path, data.Manifest]:
-    """Documents of 5 to 20 ids; the second id says which part, the third and fourth which document."""
-    rng = np.random.default_rng(seed)
-    documents = {"needle": 5, "copy": 4, "prose": 40} | counts
-    tokens: dict[str, int] = {}
-    for number, (part, count) in enumerate(documents.items()):
-        ids: list[int] = []
-        for i in range(count):
-            body = rng.integers(10, vocab_size, int(rng.integers(2, 17)))
-            ids += [IDS.bos, 10 + number, 10 + i, IDS.think_close, *body.tolist(), IDS.eos]
-        data.write_ids(path / part, np.array(ids, dtype=np.uint16))
-        tokens[part] = len(ids)
-    manifest = data.Manifest(data.FORMAT, seed, vocab_size, {p: [p] for p in documents}, tokens, documents, 0)
-    return path, manifest
+VISION = ModelConfig.from_json(small_json()).vision
+NAMES = ("needle", "prose", "copy", "shapes")
+PHASES = phases_from(0.0, SMALL)
+Folder = tuple[Path, data.Manifest]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> tuple[Path, data.Manifest]:
-    return folder_of(tmp_path)
+def folder(tmp_path: Path) -> Folder:
+    (tmp_path / "data").mkdir()
+    return write_folder(tmp_path / "data")
 
 
-def loader_of(folder: tuple[Path, data.Manifest], settings: Settings = SMALL) -> RowLoader:
-    return RowLoader(*folder, settings, IDS, CPU)
+def loader_of(folder: Folder, settings: Settings = SMALL) -> RowLoader:
+    return RowLoader(*folder, settings, IDS, CPU, VISION)
 
 
-def documents_in(rows: Tensor) -> list[tuple[int, ...]]:
-    out: list[tuple[int, ...]] = []
-    for row in rows.tolist():
-        row = row[: len(row) - next(i for i, id in enumerate(reversed(row)) if id != IDS.pad)]
-        starts = [i for i, id in enumerate(row) if id == IDS.bos]
-        out += [tuple(row[a:b]) for a, b in zip(starts, [*starts[1:], len(row)], strict=True)]
-    return out
-
-
-def test_a_batch_has_needle_copy_and_prose_rows_in_this_order(folder: tuple[Path, data.Manifest]) -> None:
-    loader = loader_of(folder)
-    for _ in range(12):
-        batch = loader.next()
-        assert batch.shape == (4, 32)
-        assert batch.dtype == torch.int64
-        assert [{d[1] - 10 for d in documents_in(row[None])} for row in batch] == [{0}, {1}, {2}, {2}]
-
-
-def test_an_epoch_has_every_document_once(folder: tuple[Path, data.Manifest]) -> None:
-    ids = data.read_part(*folder, "prose")
-    starts = data.document_starts(ids, IDS.bos)
-    want = sorted(tuple(ids[a:b].tolist()) for a, b in pairwise(starts))
-    loader = loader_of(folder, replace(SMALL, rows=3))  # one row of prose in a batch
-    orders = []
-    for _ in range(2):
-        epoch = loader.at["prose"][0]
-        rows = []
-        while loader.at["prose"][0] == epoch and loader.at["prose"][1] < len(loader.rows["prose"]):
-            rows.append(loader.next()[2:])
-        assert sorted(documents_in(torch.cat(rows))) == want
-        orders.append(documents_in(torch.cat(rows)))
-        loader.next()
-        loader.seek({"prose": (1, 0)})
-    assert orders[0] != orders[1]
-
-
-def test_a_seek_goes_on_with_the_same_batches(folder: tuple[Path, data.Manifest]) -> None:
-    loader = loader_of(folder)
-    batches, places = [], []
-    for _ in range(40):  # several epochs of every part
-        places.append(dict(loader.at))
-        batches.append(loader.next())
-    assert min(epoch for epoch, _ in loader.at.values()) >= 2
-    for start in (0, 1, 13, 30):
-        other = loader_of(folder)
-        other.seek(places[start])
-        for want in batches[start : start + 8]:
-            assert torch.equal(other.next(), want)
-
-
-def test_the_seed_changes_the_order(folder: tuple[Path, data.Manifest]) -> None:
-    first, other = (loader_of(folder, replace(SMALL, seed=seed)).next() for seed in (0, 1))
-    assert not torch.equal(first, other)
-
-
-def test_more_rows_than_an_epoch_has(folder: tuple[Path, data.Manifest]) -> None:
-    batch = loader_of(folder, replace(SMALL, rows=60, needle_rows=20)).next()
-    assert batch.shape == (60, 32)
-    assert {d[1] for d in documents_in(batch[:20])} == {10}
-
-
-def test_parts_without_rows_are_not_read(folder: tuple[Path, data.Manifest]) -> None:
-    (folder[0] / "needle").unlink()
-    batch = loader_of(folder, replace(SMALL, needle_rows=0)).next()
-    assert [{d[1] for d in documents_in(row[None])} for row in batch] == [{11}, {12}, {12}, {12}]
-    with pytest.raises(BadTrainingData, match="needle"):
-        loader_of(folder)
-
-
-def test_large_ids_come_through(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, vocab_size=65536)
-    loader = loader_of(folder)
-    seen = torch.cat([loader.next() for _ in range(20)])
-    assert int(seen.min()) == 0
-    assert int(seen.max()) > 60_000
-    known = {id for part in ("needle", "copy", "prose") for id in data.read_part(*folder, part).tolist()}
-    assert set(seen.flatten().tolist()) <= known | {IDS.pad}
-
-
-def test_a_part_without_documents_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadTrainingData, match="part copy"):
-        loader_of(folder_of(tmp_path, copy=0))
-    folder = folder_of(tmp_path)
-    data.write_ids(tmp_path / "copy", np.array([7] * folder[1].tokens["copy"], dtype=np.uint16))
-    with pytest.raises(BadTrainingData, match="part copy"):
-        loader_of(folder)
-
-
-def test_ids_come_from_the_tokenizer(tmp_path: Path) -> None:
-    tokenizer = build_tokenizer(tmp_path)
-    special = tokenizer.special_ids
-    ids = loop.Ids.of(tokenizer)
-    assert ids == (special["bos"], special["eos"], special["pad"], special["think_close"])
+def whole_state(trainer: Trainer) -> list[Tensor]:
+    """Everything that a run changes."""
+    state = trainer.optimiser.state()
+    return [t for part in (*state["muon"], *state["adam"]) for t in part] + list(trainer.biases().values())
 
 
 # One step
 
 
-def test_steps_learn_in_every_phase(folder: tuple[Path, data.Manifest]) -> None:
+def test_steps_learn_in_every_phase(folder: Folder) -> None:
     trainer = small_trainer(SMALL)
-    batch = loader_of(folder).next()
-    losses = []
+    loader = loader_of(folder)
+    assert len(PHASES) == 5
+    losses: list[float] = []
     with trainer.kernels.installed():
-        for phase in [Phase(False, False)] * 3 + [Phase(True, False)] * 2 + [Phase(True, True)] * 2:
+        for phase in PHASES:
             trainer.enter(phase)
-            values = trainer.step(batch, phase, 1.0)
-            assert values.shape == (6,)
-            assert torch.isfinite(values).all()
-            losses.append(float(values[0]))
+            batch = loader.sample(phase.form)
+            for _ in range(2):
+                values = trainer.step(batch, phase, 1.0)
+                assert values.shape == (len(loop.MEASURES) + 4,)
+                assert torch.isfinite(values[: len(loop.MEASURES)]).all()
+                shown = dict(zip(NAMES, torch.isfinite(values[len(loop.MEASURES) :]).tolist(), strict=True))
+                assert shown == dict.fromkeys(NAMES[:3], True) | {"shapes": phase.form.images}
+                losses.append(float(values[0]))
+            assert losses[-2] > losses[-1]
             assert trainer.model.numerics.quantise == phase.quantised
-    assert losses[0] == pytest.approx(np.log(512), rel=1e-3)  # the head begins at zero
-    assert losses == sorted(losses, reverse=True)
-    assert trainer.steps == 7
+    assert losses[0] == pytest.approx(torch.tensor(512.0).log().item(), rel=1e-3)  # the head begins at zero
+    assert trainer.steps == 10
 
 
-def test_a_step_is_repeatable(folder: tuple[Path, data.Manifest]) -> None:
-    batch = loader_of(folder).next()
+def test_a_step_is_repeatable(folder: Folder) -> None:
+    batch = loader_of(folder).next(Form(images=True))
     values = []
     for _ in range(2):
         trainer = small_trainer(SMALL)
         with trainer.kernels.installed():
-            values.append(trainer.step(batch, Phase(True, False), 1.0))
+            values.append(trainer.step(batch, Phase(True, False, Form(images=True)), 1.0))
     assert torch.equal(*values)
     assert not torch.equal(
         small_trainer(SMALL).model.embed.weight, small_trainer(replace(SMALL, seed=1)).model.embed.weight
     )
 
 
-def test_losses_are_weighted_as_the_settings_say(folder: tuple[Path, data.Manifest]) -> None:
+@pytest.mark.parametrize("form", [Form(), Form(images=True), Form(True, True)])
+def test_losses_are_weighted_as_the_settings_say(folder: Folder, form: Form) -> None:
     """Against a plain cross entropy over the graph's own hidden states."""
-    batch = loader_of(folder).next()
+    batch = loader_of(folder).next(form)
     trainer = small_trainer(SMALL)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         head = trainer.model.head.weight
         head.copy_(torch.randn(head.shape, generator=generator) * 0.05)
+    rows, length = batch.ids.shape
     with trainer.kernels.installed():
         losses = trainer.losses(batch, True)
-        hidden, _ = trainer.hidden(batch, loop.Mode(True, 0))
-    logits = torch.nn.functional.linear(hidden, head.to(hidden.dtype)).float().unflatten(0, (4, 32))
-    nats = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), batch[:, 1:], reduction="none")
-    inside = torch.zeros(4, 31)
-    for r, row in enumerate(batch.tolist()):
-        open_ = False
+        hidden, _ = trainer.hidden(batch.ids, Mode(True, 0), trainer.embeds(batch))
+    logits = F.linear(hidden, head.to(hidden.dtype)).float().unflatten(0, (rows, length))
+    nats = F.cross_entropy(logits[:, :-1].transpose(1, 2), batch.ids[:, 1:], reduction="none").detach()
+    sums, counts = dict.fromkeys(NAMES, 0.0), dict.fromkeys(NAMES, 0.0)
+    owners = [run.part for run in batch.parts for _ in range(run.rows * run.length)]
+    for r, row in enumerate(batch.ids.tolist()):
+        inside = False
         for p, id in enumerate(row[:-1]):
-            open_ = (open_ or id == IDS.think_close) and id != IDS.eos
-            inside[r, p] = open_
-    weights = inside * torch.tensor([4.0, 1.0, 1.0, 1.0])[:, None]
-    torch.testing.assert_close(losses.text, (nats * weights).sum() / weights.sum(), rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(losses.needle, (nats[0] * inside[0]).sum() / inside[0].sum(), rtol=1e-3, atol=1e-4)
+            inside = (inside or (id == IDS.think_close and row[p - 1] == IDS.assistant)) and id != IDS.eos
+            if inside:
+                owner = owners[r * length + p]
+                sums[owner] += float(nats[r, p])
+                counts[owner] += 1.0
+    weights = {"needle": 4.0, "prose": 1.0, "copy": 1.0, "shapes": 2.0}
+    text = sum(weights[n] * sums[n] for n in NAMES) / sum(weights[n] * counts[n] for n in NAMES)
+    assert float(losses.text) == pytest.approx(text, rel=1e-3)
+    for name, value in zip(NAMES, losses.parts.tolist(), strict=True):
+        if counts[name]:
+            assert value == pytest.approx(sums[name] / counts[name], rel=2e-3), name
+        else:
+            assert value != value
+            assert (name, form.images) == ("shapes", False)
     count = len(trainer.model.layers)
     want = losses.text + 1e-3 * count * losses.balance + losses.index
     torch.testing.assert_close(losses.total.detach(), want)
     assert losses.index > 0
 
 
-def test_no_index_rows_no_index_loss(folder: tuple[Path, data.Manifest]) -> None:
+def test_no_index_rows_no_index_loss(folder: Folder) -> None:
     trainer = small_trainer(replace(SMALL, index_rows=0))
-    before = {name: master.clone() for name, master in trainer.optimiser.masters().items() if "wk.weight" in name}
-    assert before
+    before = {name: master.clone() for name, master in trainer.optimiser.masters().items()}
+    assert any("indexer" in name for name in before)
     with trainer.kernels.installed():
         values = trainer.step(loader_of(folder).next(), Phase(False, False), 1.0)
-    assert values[2] == 0
-    assert torch.isfinite(values).all()
+    assert values[loop.MEASURES.index("index")] == 0
+    assert torch.isfinite(values[: len(loop.MEASURES)]).all()
     masters = trainer.optimiser.masters()
-    assert all(torch.equal(masters[name], value) or "indexer" in name for name, value in before.items())
+    assert all(torch.equal(masters[name], value) for name, value in before.items() if "indexer" in name)
+
+
+@pytest.mark.parametrize("form", [Form(images=True), Form(True, True)])
+def test_the_joint_gradient_is_that_of_a_plain_run(folder: Folder, form: Form) -> None:
+    """Each row on its own, through the package's reference functions, each picture through the serving path."""
+    settings = replace(SMALL, index_rows=0, balance_weight=0.0)
+    trainer = small_trainer(settings, numerics=NUMERICS["float"])
+    random_masters(trainer, 8)
+    trainer.optimiser.publish(quantised=False)
+    batch = loader_of(folder, settings).next(form)
+    with trainer.kernels.installed():
+        trainer.losses(batch, True).total.backward()
+    leaves = [leaf for leaf in trainer.optimiser.leaves if leaf.group != "index"]
+    got = {leaf.name: leaf.value.grad for leaf in leaves}
+    for leaf in trainer.optimiser.leaves:
+        leaf.value.grad = None
+
+    spans = iter(shown_in(folder, batch))
+    assert trainer.tower is not None
+    assert VISION is not None
+    total = count = torch.zeros(())
+    owners = torch.tensor(
+        [settings.weight(run.part) for run in batch.parts for _ in range(run.rows * run.length)]
+    ).view_as(batch.ids)
+    with backends.reference():
+        for ids, weight in zip(batch.ids, owners, strict=True):
+            length = len(ids)
+            shapes = RowShapes(trainer.config, trainer.model.plan, 1, length, CPU, trainer.kernels)
+            images = ids == IMAGE
+            embeds = torch.zeros(length, trainer.config.text.hidden_size)
+            at = 0
+            while at < length:
+                if images[at]:
+                    span = trainer.tower(*patches(draw(next(spans)), VISION))
+                    embeds = torch.cat([embeds[:at], span, embeds[at + len(span) :]])
+                    at += len(span)
+                at += 1
+            plain = Batch(
+                ids, shapes.positions, history(ids[None], 3), images, embeds, (0, length), (0,), (), (), ids[:0]
+            )  # fmt: skip
+            memory = RowMemory(shapes, NUMERICS["float"], Mode(True, 0))
+            logits = trainer.model.logits(trainer.model(plain, memory).hidden)
+            nats = F.cross_entropy(logits[:-1], ids[1:], reduction="none")
+            inside = response_weights(ids[None], IDS)[0, :-1] * weight[:-1]
+            total, count = total + (nats * inside).sum(), count + inside.sum()
+        (total / count).backward()
+    assert next(spans, None) is None
+    for leaf in leaves:
+        want, have = leaf.value.grad, got[leaf.name]
+        assert have is not None, leaf.name
+        assert want is not None, leaf.name
+        assert want.any() == have.any(), leaf.name
+        torch.testing.assert_close(have, want, rtol=2e-3, atol=2e-5 * float(want.abs().max()) + 1e-7, msg=leaf.name)
+    assert any(value is not None and value.any() for name, value in got.items() if name.startswith("vision."))
+
+
+def shown_in(folder: Folder, batch: RowBatch) -> list[Any]:
+    """The pictures of a batch in the order of its tokens; the third id of a document says which."""
+    records = data.read_pictures(*folder, "shapes")
+    flat = batch.ids.flatten().tolist()
+    return [records[flat[i - 1] - 10] for i in range(1, len(flat)) if flat[i] == IMAGE and flat[i - 1] != IMAGE]
+
+
+def test_a_picture_row_depends_on_its_picture_and_no_other_row_does(folder: Folder) -> None:
+    trainer = small_trainer(replace(SMALL, index_rows=0))
+    random_masters(trainer, 9)
+    trainer.optimiser.publish(quantised=False)
+    loader = loader_of(folder)
+    batch = loader.next(Form(images=True))
+    assert batch.pictures is not None
+    other = batch._replace(pictures=batch.pictures._replace(pixels=255 - batch.pictures.pixels))
+    with trainer.kernels.installed():
+        one, two = (trainer.losses(b, False).parts for b in (batch, other))
+        blind = trainer.losses(batch._replace(pictures=None), False).parts
+    assert torch.equal(one[:3], two[:3])
+    assert abs(float(one[3] - two[3])) > 1e-3
+    assert abs(float(one[3] - blind[3])) > 1e-3
+
+
+def test_both_lengths_give_a_document_the_same_loss() -> None:
+    """At the beginning of a row: positions, n-grams and groups begin there, whatever stands behind."""
+    settings = only_prose(rows=4, length=32, long_from=0.5, long_length=64)
+    trainer = small_trainer(settings, numerics=NUMERICS["float"])
+    random_masters(trainer, 10)
+    trainer.optimiser.publish(quantised=False)
+    document = torch.randint(10, 480, (31,))
+    document[0], document[9], document[10], document[30] = IDS.bos, IDS.assistant, IDS.think_close, IDS.eos
+    short, long = torch.full((4, 32), IDS.pad), torch.randint(10, 480, (2, 64))
+    short[2, :31] = long[1, :31] = document
+    with trainer.kernels.installed():
+        for topk in (False, True):
+            hidden = [trainer.hidden(ids, Mode(topk, 0))[0].view(*ids.shape, -1) for ids in (short, long)]
+            torch.testing.assert_close(hidden[0][2, :31], hidden[1][1, :31], atol=1e-5, rtol=1e-5)
+    assert hidden[0].std() > 0.1
 
 
 def test_router_biases_move_towards_equal_loads() -> None:
@@ -308,25 +249,40 @@ def test_router_biases_move_towards_equal_loads() -> None:
     torch.testing.assert_close(trainer.model.layers[0].ffn.bias.abs(), torch.full((4,), 2e-3 * 0.6))
 
 
-def test_warming_up_changes_nothing(folder: tuple[Path, data.Manifest]) -> None:
-    trainer = small_trainer(SMALL)
-    state = trainer.optimiser.state()
-    before = [t.clone() for part in (*state["muon"], *state["adam"]) for t in part]
+def test_the_bias_of_image_tokens_moves_by_image_tokens_alone(folder: Folder) -> None:
+    trainer, loader = small_trainer(SMALL), loader_of(folder)
     with trainer.kernels.installed():
-        trainer.warm_up(loader_of(folder).next(), iter([Phase(False, False), Phase(True, True)]))
-    state = trainer.optimiser.state()
-    assert all(map(torch.equal, before, [t for part in (*state["muon"], *state["adam"]) for t in part]))
+        trainer.step(loader.next(), Phase(False, False), 1.0)
+        assert all(bias.any() != name.endswith("_vl") for name, bias in trainer.biases().items())
+        batch = loader.next(Form(images=True))
+        trainer.step(batch, Phase(False, False, Form(images=True)), 1.0)
+    assert all(bias.any() for bias in trainer.biases().values())
+    text, images = torch.stack(trainer.kernels.loads).sum(-1).unbind(1)
+    chosen = trainer.config.text.num_experts_per_tok
+    assert (images == chosen * (batch.ids == IMAGE).sum()).all()
+    assert (text + images == chosen * batch.ids.numel()).all()
+
+
+def test_warming_up_changes_nothing(folder: Folder) -> None:
+    trainer, loader = small_trainer(SMALL), loader_of(folder)
+    before = [t.clone() for t in whole_state(trainer)]
+    at = loader.at
+    with trainer.kernels.installed():
+        trainer.warm_up(PHASES, loader.sample)
+    assert all(map(torch.equal, before, whole_state(trainer)))
     assert trainer.steps == 0
+    assert loader.at == at
     assert not any(bias.any() for bias in trainer.biases().values())
     assert all(leaf.value.grad is None for leaf in trainer.optimiser.leaves)
 
 
-def test_a_profile_tells_where_a_step_goes(folder: tuple[Path, data.Manifest]) -> None:
-    trainer = small_trainer(SMALL)
+def test_a_profile_tells_where_a_step_goes(folder: Folder) -> None:
+    settings = only_prose(rows=4, length=32, topk_from=0.5, quantise_from=1.0)
+    trainer = small_trainer(settings)
     with trainer.kernels.installed():
-        text = loop.profile(trainer, loader_of(folder).next(), steps=1)
-    assert text.count("ms a step") == 3
-    assert text.count("Self CPU time total") == 3
+        text = loop.profile(trainer, loader_of(folder, settings), steps=1)
+    assert text.count("ms a step") == 2
+    assert text.count("Self CPU time total") == 2
 
 
 # A run
@@ -351,28 +307,28 @@ class Scripted(Trainer):
     warmed: list[Phase]
     breaks_at: int = -1
 
-    def warm_up(self, ids: Tensor, phases: Any) -> None:
+    def warm_up(self, phases: Any, sample: Any) -> None:
         self.warmed = list(phases)
 
     def enter(self, phase: Phase) -> None:
         self.entered.append(phase)
 
-    def step(self, ids: Tensor, phase: Phase, factor: float) -> Tensor:
+    def step(self, batch: RowBatch, phase: Phase, factor: float) -> Tensor:
         if self.steps == self.breaks_at:
             raise KeyboardInterrupt
         assert phase == self.entered[-1]
-        self.log.append((ids.flatten().tolist(), phase, factor))
+        self.log.append((batch.ids.flatten().tolist(), phase, factor))
         self.clock.now += 1.0
         self.steps += 1
         self.optimiser.groups[0].master += 1.0
-        return torch.arange(6.0) + self.steps
+        return torch.arange(float(len(loop.MEASURES) + len(self.settings.names))) + self.steps
 
 
 Make = Callable[..., tuple[Scripted, RowLoader]]
 
 
 @pytest.fixture
-def make(folder: tuple[Path, data.Manifest], monkeypatch: pytest.MonkeyPatch) -> Make:
+def make(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> Make:
     clock = Time()
     monkeypatch.setattr(loop, "time", clock)
 
@@ -402,28 +358,43 @@ def test_a_run_goes_through_its_schedule(make: Make, tmp_path: Path) -> None:
     assert done
     assert [entry[1] for entry in trainer.log] == [phase_at(i / 10, SMALL) for i in range(10)]
     assert [entry[2] for entry in trainer.log] == [rate_factor(i / 10, SMALL) for i in range(10)]
-    assert trainer.entered == [Phase(False, False), Phase(True, False), Phase(True, True)]
-    assert trainer.warmed == trainer.entered
+    assert trainer.entered == trainer.warmed == PHASES
     rows = rows_of(tmp_path / "out")
-    assert tuple(rows[0]) == loop.COLUMNS
+    assert tuple(rows[0]) == loop.columns(SMALL)
     assert [row["step"] for row in rows] == list(range(1, 11))
     assert [row["seconds"] for row in rows] == list(range(10))
-    assert [row["tokens"] for row in rows] == [128 * i for i in range(1, 11)]
-    assert [row["tokens_per_second"] for row in rows] == [0] + [128] * 9
+    assert [row["tokens"] for row in rows] == [192 * i for i in range(1, 11)]
+    assert [row["tokens_per_second"] for row in rows] == [0] + [192] * 9
     assert [row["topk"] for row in rows] == [0] * 5 + [1] * 5
     assert [row["quantised"] for row in rows] == [0] * 8 + [1] * 2
+    assert [row["images"] for row in rows] == [0] * 3 + [1] * 7
+    assert [row["long"] for row in rows] == [0] * 7 + [1] * 3
     for i, row in enumerate(rows, 1):
-        names = ("text", "needle", "index", "balance", "norm", "largest_load")
-        assert [row[name] for name in names] == [i + k for k in range(6)]
+        assert [row[name] for name in (*loop.MEASURES, *NAMES)] == [i + k for k in range(9)]
     assert [{key: float(f"{value:.6g}") for key, value in row.items()} for row in reported] == rows
     assert last == reported[-1]
 
 
 def test_phases_in_the_other_order_are_compiled_beforehand(make: Make, tmp_path: Path) -> None:
-    trainer, loader = make(replace(SMALL, topk_from=0.8, quantise_from=0.5))
+    trainer, loader = make(replace(SMALL, topk_from=0.8, quantise_from=0.2, long_from=0.1, images_from=1.0))
     loop.run(trainer, loader, tmp_path / "out", float("inf"), quiet)
-    assert trainer.entered == [Phase(False, False), Phase(False, True), Phase(True, True)]
-    assert set(trainer.entered) <= set(trainer.warmed)
+    long = Form(True)
+    assert trainer.entered == [
+        Phase(False, False),
+        Phase(False, False, long),
+        Phase(False, True, long),
+        Phase(True, True, long),
+    ]
+    assert trainer.entered == trainer.warmed
+
+
+def test_a_run_that_goes_on_compiles_what_is_still_to_come(make: Make, tmp_path: Path) -> None:
+    trainer, loader = make()
+    loop.run(trainer, loader, tmp_path / "out", trainer.clock.now + 6.0, quiet, pause=True)
+    assert trainer.warmed == PHASES
+    again, loader = make()
+    loop.run(again, loader, tmp_path / "out", float("inf"), quiet)
+    assert again.entered == again.warmed == PHASES[2:]
 
 
 def test_a_paused_run_goes_on_as_if_never_stopped(make: Make, tmp_path: Path) -> None:
@@ -445,6 +416,65 @@ def test_a_paused_run_goes_on_as_if_never_stopped(make: Make, tmp_path: Path) ->
     for row, other in zip(rows, want, strict=True):
         row.pop("tokens_per_second"), other.pop("tokens_per_second")
     assert rows == want
+
+
+class Timed(Trainer):
+    """A real trainer whose steps cost a second of scripted time."""
+
+    clock: Time
+
+    def step(self, batch: RowBatch, phase: Phase, factor: float) -> Tensor:
+        self.clock.now += 1.0
+        return super().step(batch, phase, factor)
+
+
+def timed(folder: Folder, settings: Settings, clock: Time) -> tuple[Timed, RowLoader]:
+    trainer = small_trainer(settings)
+    trainer.__class__ = Timed
+    assert isinstance(trainer, Timed)
+    trainer.clock = clock
+    return trainer, loader_of(folder, settings)
+
+
+def test_a_real_run_in_parts_is_the_whole_run_bit_for_bit(
+    folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through every phase; broken off before pictures, before top-k, and just behind the change of length."""
+    clock = Time()
+    monkeypatch.setattr(loop, "time", clock)
+    whole, loader = timed(folder, SMALL, clock)
+    with whole.kernels.installed():
+        loop.run(whole, loader, tmp_path / "whole", float("inf"), quiet)
+    for limit in (2.0, 2.0, 4.0, 100.0):
+        part, loader = timed(folder, SMALL, clock)
+        with part.kernels.installed():
+            _, done = loop.run(part, loader, tmp_path / "parts", clock.now + limit, quiet, pause=True)
+    assert done
+    assert whole.steps == part.steps == 10
+    assert all(map(torch.equal, whole_state(whole), whole_state(part)))
+    rows, want = rows_of(tmp_path / "parts"), rows_of(tmp_path / "whole")
+    for row in (*rows, *want):
+        row.pop("tokens_per_second")
+    assert str(rows) == str(want)  # as text: NaN is NaN
+
+
+@pytest.mark.slow
+def test_a_short_run_lowers_the_loss_of_every_part(
+    folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Time()
+    monkeypatch.setattr(loop, "time", clock)
+    settings = replace(SMALL, seconds=60.0, long_from=0.6, images_from=0.1, topk_from=0.4, quantise_from=0.8)
+    trainer, loader = timed(folder, settings, clock)
+    with trainer.kernels.installed():
+        loop.run(trainer, loader, tmp_path / "out", float("inf"), quiet)
+    rows = rows_of(tmp_path / "out")
+    assert len(rows) == 60
+    for name in NAMES:
+        losses = [row[name] for row in rows if row[name] == row[name]]
+        early, late = (sum(part) / len(part) for part in (losses[:5], losses[-5:]))
+        assert late < 0.6 * early, (name, early, late)
+    assert rows[-1]["quantised"] == rows[-1]["long"] == rows[-1]["images"] == 1
 
 
 def test_without_pause_a_deadline_shortens_the_schedule(make: Make, tmp_path: Path) -> None:
@@ -515,13 +545,13 @@ def test_other_settings_are_refused(make: Make, tmp_path: Path) -> None:
 # The state
 
 
-def test_a_state_comes_back(folder: tuple[Path, data.Manifest], tmp_path: Path) -> None:
+def test_a_state_comes_back(folder: Folder, tmp_path: Path) -> None:
     """Through the file: the next real step is the same."""
     trainer, loader = small_trainer(SMALL), loader_of(folder)
-    phase = Phase(True, False)
+    phase = Phase(True, False, Form(images=True))
     with trainer.kernels.installed():
-        trainer.step(loader.next(), phase, 1.0)
-    extra = {"settings": asdict(SMALL), "seconds": 1.5, "loader": dict(loader.at)}
+        trainer.step(loader.next(phase.form), phase, 1.0)
+    extra = {"settings": asdict(SMALL), "seconds": 1.5, "loader": loader.at}
     trainer.save(tmp_path / "state.pt", extra)
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith("state")) == ["state.pt"]
     state = loop.read_state(tmp_path / "state.pt", CPU)
@@ -533,9 +563,10 @@ def test_a_state_comes_back(folder: tuple[Path, data.Manifest], tmp_path: Path) 
     for one, rows in ((trainer, loader), (other, again)):
         with one.kernels.installed():
             one.enter(phase)
-            values.append(one.step(rows.next(), phase, 1.0))
-    assert torch.equal(*values)
+            values.append(one.step(rows.next(phase.form), phase, 1.0))
+    assert torch.equal(*(part.nan_to_num() for part in values))
     assert other.steps == trainer.steps == 2
+    assert all(map(torch.equal, whole_state(trainer), whole_state(other)))
     for name, bias in trainer.biases().items():
         assert torch.equal(bias, other.biases()[name])
     assert any(bias.any() for bias in other.biases().values())
@@ -572,10 +603,18 @@ def test_the_state_of_another_model_is_refused_untouched(trainer: Trainer, tmp_p
 # The plot
 
 
-def test_the_loss_curve_is_drawn(make: Make, tmp_path: Path) -> None:
+def test_the_loss_curves_are_drawn(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, loader = make()
     loop.run(trainer, loader, tmp_path / "out", float("inf"), quiet)
-    assert loop.plot(tmp_path / "out").read_bytes().startswith(b"\x89PNG")
+    drawn: list[Any] = []
+    draw = loop.pyplot()
+    monkeypatch.setattr(draw, "close", drawn.append)
+    assert loop.plot(tmp_path / "out", SMALL).read_bytes().startswith(b"\x89PNG")
+    curves = {line.get_label() for axis in drawn[0].axes for line in axis.lines}
+    assert {*NAMES, "index", "balance", "norm", "tokens_per_second"} <= curves
+    assert [text.get_text() for text in drawn[0].axes[0].texts] == ["images", "topk", "long", "quantised"]
+    monkeypatch.undo()
+    draw.close(drawn[0])
 
 
 def test_matplotlib_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benthic.train.loss import head_loss, head_scores, history, response_weights, targets
+from benthic.train.loss import Ids, head_loss, head_scores, history, response_weights, targets
 
-USER, OPEN, CLOSE, PAD = 3, 5, 1, 2
+USER, ASSISTANT, THINK, OPEN, CLOSE, PAD = 3, 4, 6, 5, 1, 2
+SPECIAL = Ids(bos=0, eos=CLOSE, pad=PAD, assistant=ASSISTANT, think_open=THINK, think_close=OPEN, image=7)
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -29,31 +30,38 @@ def test_targets_are_the_next_ids(shape: tuple[int, int]) -> None:
 def weights_by_reading(row: list[int]) -> list[float]:
     """Walk along the row: is the next token part of a response?"""
     out: list[float] = []
-    inside = False
+    inside, before = False, -1
     for p, id in enumerate(row):
-        if id == OPEN:
+        if id in (OPEN, THINK) and before == ASSISTANT:
             inside = True
-        elif id == CLOSE:
+        elif id in (CLOSE, SPECIAL.bos):
             inside = False
-        out.append(float(inside and p + 1 < len(row)))
+        out.append(float(inside and p + 1 < len(row) and row[p + 1] != SPECIAL.bos))
+        before = id
     return out
 
 
-conversation = st.lists(st.integers(10, 20), max_size=4)
+text = st.lists(st.sampled_from([10, 11, OPEN, THINK, ASSISTANT]), max_size=4)
+turn = st.tuples(text, st.sampled_from([OPEN, THINK]), text, st.booleans())
 
 
-@given(st.lists(st.tuples(conversation, conversation), max_size=5), st.integers(1, 40))
-def test_responses_and_their_end_count(turns: list[tuple[list[int], list[int]]], length: int) -> None:
-    """Several turns and documents in a row, cut anywhere, padded where it is short."""
-    row = [id for user, answer in turns for id in (0, USER, *user, 4, OPEN, *answer, CLOSE)]
+@given(st.lists(st.tuples(st.booleans(), turn), max_size=5), st.integers(1, 40))
+def test_responses_and_their_end_count(turns: list[tuple[bool, tuple[list[int], int, list[int], bool]]], length: int):
+    """Several turns and documents in a row, cut anywhere, padded where it is short; some answers have no end."""
+    row: list[int] = []
+    for begins, (user, mode, answer, ends) in turns:
+        row += [*([0] if begins else []), USER, *user, ASSISTANT, mode, *answer, *([CLOSE] if ends else [])]
     row = (row + [PAD] * length)[:length]
-    assert response_weights(torch.tensor([row]), OPEN, CLOSE).tolist() == [weights_by_reading(row)]
+    assert response_weights(torch.tensor([row]), SPECIAL).tolist() == [weights_by_reading(row)]
 
 
 def test_a_row_by_hand() -> None:
-    row = [0, USER, 10, 4, OPEN, 11, 12, CLOSE, 0, USER, 13, 4, OPEN, CLOSE, PAD]
-    want = [0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 0, 0]
-    assert response_weights(torch.tensor([row, row[::-1]]), OPEN, CLOSE)[0].tolist() == want
+    """A thinking turn, its answer, a plain turn of another document, and an answer cut before a third document."""
+    row = [0, USER, 10, ASSISTANT, THINK, 11, OPEN, 12, CLOSE, 0, USER, OPEN, ASSISTANT, OPEN, CLOSE, PAD]
+    want = [0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0, 0, 1, 0, 0]
+    cut = [0, USER, ASSISTANT, OPEN, 11, 12, 0, USER, 13, ASSISTANT, OPEN, 14, CLOSE, PAD, PAD, PAD]
+    after = [0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0]
+    assert response_weights(torch.tensor([row, cut]), SPECIAL).tolist() == [want, after]
 
 
 def test_head_loss_is_cross_entropy() -> None:

@@ -8,6 +8,7 @@ from benthic.models.deepseek_v41_config import ModelConfig, layer_plan
 from benthic.testing.checkpoints import tiny_config
 from benthic.train import memory
 from benthic.train.kernels import TrainingKernels
+from benthic.types import NUMERICS
 
 
 def shapes(rows: int, length: int) -> memory.RowShapes:
@@ -57,21 +58,101 @@ def test_top_mask_takes_what_serving_takes(n: int):
     assert torch.equal(got, want[:, :n])
 
 
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (7, 3), (64, 64), (100, 16), (128, 32), (1030, 128)])
+def test_the_kernel_takes_what_the_reference_takes(n: int, k: int):
+    """In Triton's interpreter, or on a GPU where there is one."""
+    select = pytest.importorskip("benthic.train.select")
+    scores = torch.randn(6, 4, n).bfloat16()
+    scores[1] = scores[1].round()  # many equal ones
+    scores[2, 0] = 0.0
+    scores[2, 1, ::2] = -0.0
+    scores[2, 2] *= 1e30
+    scores[2, 3] = -torch.inf
+    visible = torch.randint(0, n + 1, (6, 4))
+    visible[5] = torch.tensor([0, 1, n, n])
+    scores = scores.masked_fill(torch.arange(n) >= visible[..., None], -torch.inf)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    got = select.top_mask(scores.to(device), k).cpu()
+    assert torch.equal(got, memory.top_mask(scores.float(), k))
+    assert torch.equal(got.sum(-1), torch.isfinite(scores).sum(-1).clamp(max=k))
+    strided = torch.randn(3, 2 * n).bfloat16()[:, ::2]
+    assert torch.equal(select.top_mask(strided.to(device), k).cpu(), memory.top_mask(strided.float(), k))
+    assert select.top_mask(scores[:0].to(device), k).shape == (0, 4, n)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_entries_are_chosen_alike_in_chunks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    """All rows at once, one at a time, and each row on its own."""
+    config = ModelConfig.from_json(tiny_config())
+    plan, length = layer_plan(config), 200
+    width, heads = config.text.index_head_dim, config.text.index_n_heads
+    queries = {p.index: torch.randn(4 * length, heads, width).to(dtype) for p in plan if p.topk_from == p.index}
+    weights = torch.randn(4 * length, heads).to(dtype)
+    keys = {p.index: torch.randn(4, length // p.ratio, width).to(dtype) for p in plan if p.keys_from == p.index}
+
+    def selected(rows: int, first: int) -> dict[int, torch.Tensor]:
+        made = shapes(rows, length)
+        held = memory.RowMemory(made, NUMERICS["float"], memory.Mode(True, 0))
+        tokens, selection = slice(first * length, (first + rows) * length), None
+        for index, q in queries.items():
+            held.keys = {i: k[first : first + rows] for i, k in keys.items()}
+            selection = held.layer(index).select(q[tokens], weights[tokens], selection)
+        return {index: made.chosen(index).clone() for index in queries}
+
+    want = selected(4, 0)
+    monkeypatch.setattr(memory, "CHUNK", 1)
+    for index, chosen in selected(4, 0).items():
+        assert torch.equal(chosen, want[index])
+        assert chosen.sum(-1).max() == config.text.index_topk
+    for row in range(4):
+        for index, chosen in selected(1, row).items():
+            assert torch.equal(chosen[0], want[index][row])
+
+
+@pytest.mark.parametrize("pick", ["all", "random"])
+def test_selections_for_measures(pick: memory.Pick):
+    config = ModelConfig.from_json(tiny_config())
+    made = shapes(2, 200)
+    q, weights = torch.randn(400, 8, 128), torch.randn(400, 8)
+    picked: list[torch.Tensor] = []
+    for _ in range(2):
+        held = memory.RowMemory(made, NUMERICS["float"], memory.Mode(True, 0, pick))
+        held.keys = {6: torch.randn(2, 200, 128)}
+        first = held.layer(6).select(q, weights, None)
+        held.layer(8).select(q, weights, first)
+        picked += [made.chosen(6).clone(), made.chosen(8).clone()]
+    visible = torch.arange(200) < torch.arange(1, 201)[:, None]
+    count = torch.arange(1, 201).clamp(max=config.text.index_topk)
+    for chosen in picked:
+        if pick == "all":
+            assert torch.equal(chosen, visible.expand(2, -1, -1))
+        else:
+            assert torch.equal(chosen.sum(-1), count.expand(2, -1))
+            assert not (chosen & ~visible).any()
+            early = chosen[:, 150:, :50].float().mean()  # as often as any other
+            assert 0.25 < early < 0.5
+    if pick == "random":
+        assert not any(torch.equal(a, b) for i, a in enumerate(picked) for b in picked[:i])
+
+
 def test_candidates_restrict_as_in_serving():
     torch.manual_seed(0)
     length, heads, width, blocks, size, topk = 300, 4, 16, 16, 8, 64
     q, weights = torch.randn(1, length, heads, width), torch.randn(1, length, heads)
     keys, visible = torch.randn(1, length, width), torch.arange(length) + 1
+    made = TrainingKernels(torch.device("cpu"), 1)
     scores = indexer.index_scores(q[0], weights[0], keys[0], False)
     candidates = indexer.candidate_blocks(scores, visible, blocks, size)
-    _, emitted = memory.choose(q, weights, keys, visible, topk, None, blocks, size)
+    seen = memory.visible_scores(q, weights, keys, visible)
+    _, emitted = memory.choose(made, seen, visible, topk, None, blocks, size)
     number = -(-length // size)
     want = torch.zeros(length, number + 1, dtype=torch.bool)
     want.scatter_(1, torch.where(candidates < 0, number, candidates).long(), True)
     begun = torch.arange(number) * size < visible[:, None]
     assert torch.equal(emitted[0] & begun, want[:, :number])
     other = torch.randn_like(q)
-    chosen, _ = memory.choose(other, weights, keys, visible, topk, emitted, 0, size)
+    seen = memory.visible_scores(other, weights, keys, visible)
+    chosen, _ = memory.choose(made, seen, visible, topk, emitted, 0, size)
     scores = indexer.index_scores(other[0], weights[0], keys[0], False)
     entries = indexer.select_entries(scores, visible, topk, candidates, size)
     want = torch.zeros(length, length + 1, dtype=torch.bool)

@@ -7,9 +7,8 @@ from torch import Tensor, nn
 from benthic.kernels import quant
 from benthic.train import optim
 from benthic.train.backbone import Group, Leaf, Store
-from benthic.train.loop import Settings
 from benthic.train.optim import Optimiser, on_grid, orthogonalise
-from tests.train.small import small_trainer
+from tests.train.small import only_prose, small_trainer
 
 ONE = torch.ones(())
 
@@ -201,7 +200,7 @@ def test_what_has_no_gradient_stays_and_only_indexers_and_the_tower_may(group: G
 
 
 def test_every_parameter_of_the_model_has_a_master() -> None:
-    trainer = small_trainer(Settings(rows=2, length=32, needle_rows=0, copy_rows=0, index_rows=1))
+    trainer = small_trainer(only_prose(rows=2, length=32, index_rows=1))
     masters = trainer.optimiser.masters()
     assert trainer.tower is not None
     named = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}

@@ -16,9 +16,9 @@ from benthic.text.tokenizer import FILE_NAME, Tokenizer
 from benthic.train import backbone, loop, pack
 from benthic.types import NUMERICS
 from tests.train.conftest import random_masters
-from tests.train.small import small_json, small_trainer
+from tests.train.small import only_prose, small_json, small_trainer
 
-SETTINGS = loop.Settings(rows=1, length=32, needle_rows=0, copy_rows=0, index_rows=0)
+SETTINGS = only_prose(rows=1, length=32)
 
 
 def masters_of(trainer: loop.Trainer) -> dict[str, torch.Tensor]:
@@ -104,7 +104,7 @@ def test_untrained_parts_stand_at_their_initialisation(small: loop.Trainer, writ
         section = spec.group.partition(".")[0]
         groups[section] = groups.get(section, 0) + 1
     assert groups["dspark"] > 30
-    assert groups["vision"] > 20
+    assert groups["vision"] > 15
     made = dict(backbone.untrained(small.config, 7))
     assert {spec.group.partition(".")[0] for name, spec in opened.specs.items() if name in made} == {"dspark"}
     other = dict(backbone.untrained(small.config, 8))
