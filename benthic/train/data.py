@@ -38,7 +38,7 @@ FORMAT = 2
 MAX_VOCAB = 1 << 16  # ids are stored as uint16
 LONGEST = 4096  # tokens of a skill's document; one that comes out longer is drawn again
 SKILL_TOKENS = {  # of training; about 30 % of all, beside 60 million of prose
-    "copy": 1_500_000,
+    "copy": 2_000_000,
     "needle": 9_000_000,
     "recall": 2_500_000,
     "arithmetic": 1_500_000,

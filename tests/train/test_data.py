@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from benthic.errors import BadConfigKey, BadTrainingData, MissingConfigKey
 from benthic.models.deepseek_v41_config import ModelConfig
@@ -21,6 +22,7 @@ from benthic.testing.tokenizers import write_tokenizer
 from benthic.text.reply import ReplyParser
 from benthic.text.tokenizer import FILE_NAME, SPECIALS, Tokenizer
 from benthic.train import data
+from benthic.train.loss import Ids, response_weights
 from tests.skills.small import MATERIAL, SPLITS
 from tests.train.small import pairs, small_corpus, small_json, write_corpus, write_lines
 
@@ -164,6 +166,20 @@ def test_each_reply_in_a_row_parses_into_the_right_answer(renderer: data.Rendere
                 assert message.get(key, "") == task.messages[turn].get(key, "")
         assert end == len(ids)
         assert ids.count(renderer.eos_id) == len(task.turns)
+
+
+@pytest.mark.parametrize("skill", SKILLS)
+def test_loss_falls_on_replies_and_their_end_alone(renderer: data.Renderer, skill: str) -> None:
+    """The rule of the loss, told from the text that the encoding renders."""
+    special = Ids.of(renderer.encoder.tokenizer)
+    for task in tasks(skill, 10):
+        ids = renderer.ids(task)
+        wanted = np.zeros(len(ids), dtype=np.float32)
+        for begin, end in reply_spans(renderer, task, ids):
+            wanted[begin - 1 : end - 1] = 1  # where each is predicted
+        got = response_weights(torch.tensor([ids]), special)[0]
+        assert got.tolist() == wanted.tolist(), task
+        assert 0 < wanted.sum() < len(ids)
 
 
 def test_image_spans_are_as_long_as_the_pictures_geometry(renderer: data.Renderer) -> None:
