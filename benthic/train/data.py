@@ -12,7 +12,7 @@ import lzma
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -51,6 +51,8 @@ SKILL_TOKENS = {  # of training; about 30 % of all, beside 60 million of prose
 NEEDLE_LADDER = (512, 2048, 4000)  # tokens of the held-out needles of given lengths: four codes, one asked for
 LADDER_DOCUMENTS = 64
 HELD_OUT_DOCUMENTS = 256  # of each skill
+SYSTEMS = ("You are a helpful assistant.", "You are a friendly assistant.", "Help the user.", "Be kind and clear.")
+SYSTEM_EVERY = 20  # one pair of training prose in so many has a system message, which says nothing of the answer
 FILLER_PAIRS = 2500  # whose sentences the skills are built from: few, so that their documents pack small
 
 
@@ -120,6 +122,15 @@ class Renderer:
 def plain(text: str, answer: str) -> Task:
     """One question and its answer."""
     return Task("prose", ({"role": "user", "content": text}, {"role": "assistant", "content": answer}))
+
+
+def with_systems(tasks: Iterable[Task]) -> Iterator[Task]:
+    """One task in SYSTEM_EVERY has a system message."""
+    for number, task in enumerate(tasks):
+        if number % SYSTEM_EVERY == SYSTEM_EVERY - 1:
+            system = {"role": "system", "content": SYSTEMS[number // SYSTEM_EVERY % len(SYSTEMS)]}
+            task = replace(task, messages=(system, *task.messages))
+        yield task
 
 
 def template_texts(tasks: Iterable[Task], vision: VisionConfig | None) -> list[str]:
@@ -399,14 +410,17 @@ def build(
         manifest.parts[part] = [f"{part}.ids.xz"]
         manifest.tokens[part], manifest.documents[part] = len(ids), count
 
-    def prose(files: Sequence[Path]) -> Iterator[Document]:
+    def prose(files: Sequence[Path]) -> Iterator[Task]:
         for path in files:
             for pair in progress(read_pairs(path), path.name, None):
-                yield Document(renderer.ids(plain(pair.prompt, pair.response)), ())
+                yield plain(pair.prompt, pair.response)
 
-    training = prose(train_files)
+    def rendered(tasks: Iterable[Task]) -> Iterator[Document]:
+        return (Document(renderer.ids(task), ()) for task in tasks)
+
+    training = rendered(with_systems(prose(train_files)))
     write("prose", training if prose_tokens is None else until(training, prose_tokens), drop_loops=True)
-    write("prose.valid", prose([valid_file]))
+    write("prose.valid", rendered(prose([valid_file])))
     for skill, budget in skill_tokens.items():
         if budget:
             made = skill_documents(skill, "train", materials["train"], renderer.ids, seed)

@@ -420,11 +420,15 @@ def test_folder_holds_the_corpus(built: Any) -> None:
     tokenizer = Tokenizer.from_dir(root / "out")
     s = {name: special.spelling for name, special in SPECIALS.items()}
     text = tokenizer.decode(data.read_part(root / "out", manifest, "prose").tolist())
+    systems = dict(zip(range(19, 80, 20), data.SYSTEMS, strict=True))
     want = "".join(
-        f"{s['bos']}{s['user']}{row['prompt']}{s['assistant']}{s['think_close']}{row['response']}{s['eos']}"
-        for row in [*pairs(1, 60), *pairs(2, 20)]
+        f"{s['bos']}{s['system'] + systems[i] if i in systems else ''}{s['user']}{row['prompt']}"
+        f"{s['assistant']}{s['think_close']}{row['response']}{s['eos']}"
+        for i, row in enumerate([*pairs(1, 60), *pairs(2, 20)])
     )
     assert text == want
+    valid = tokenizer.decode(data.read_part(root / "out", manifest, "prose.valid").tolist())
+    assert s["system"] not in valid
 
 
 def test_held_out_parts_share_nothing_with_training(built: Any) -> None:
