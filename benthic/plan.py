@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 
 from benthic.cache.spec import BLOCK_TOKENS, block_layout, slot_layout
+from benthic.config import SchedulerConfig
 from benthic.errors import BadField
 from benthic.models.deepseek_v41_config import ModelConfig, cache_spec, tensors
 
@@ -90,6 +91,7 @@ def fit(
     *,
     running: int = 256,
     token_budget: int = 8192,
+    image_tokens: int = SchedulerConfig().image_tokens,
     tables_on_host: bool = True,
     drafter: bool = True,
 ) -> Fit:
@@ -97,6 +99,7 @@ def fit(
 
     running       requests that run at the same time on one GPU, a state slot each
     token_budget  most rows of a step, which sizes the activations
+    image_tokens  most image rows that wait on the card for their step
     Raises        BadField when the experts do not divide over the GPUs.
     """
     text = config.text
@@ -126,6 +129,10 @@ def fit(
     ]
     if sizes["vision"]:
         parts.append(Part("vision", sizes["vision"], "tower and aligner, whole on every GPU"))
+        rows = image_tokens * text.hidden_size * 2
+        parts.append(
+            Part("image rows", rows, f"{image_tokens} of {2 * text.hidden_size} bytes, scheduler.image_tokens")
+        )
     if drafter and sizes["drafter"]:
         drafts = sizes["drafter"] + sizes["drafter experts"] // count
         parts.append(Part("drafter", drafts, f"dense part whole, {share} of its experts"))

@@ -8,7 +8,7 @@ from benthic import plan
 from benthic.cli.main import main
 from benthic.errors import BadField
 from benthic.models.deepseek_v41_config import ModelConfig, tensors
-from benthic.testing.checkpoints import config_path
+from benthic.testing.checkpoints import config_path, tiny_config
 
 RELEASE = config_path("v41_flash")
 EXPERT = (4608 * 5120 + 5120 * 2304) * 17 // 32  # FP4 and a scale byte per 32: 17/32 bytes a weight
@@ -46,12 +46,21 @@ def test_laws(release: ModelConfig) -> None:
     assert plan.fit(release, plan.GPUS["H200"], 8, drafter=False).tokens > many.tokens
 
 
+def test_image_rows(release: ModelConfig) -> None:
+    fitted, more = (plan.fit(release, plan.GPUS["H200"], 8, image_tokens=n) for n in (131072, 262144))
+    assert parts(fitted) == parts(plan.fit(release, plan.GPUS["H200"], 8)), "the engine's own default"
+    assert parts(fitted)["image rows"] == 131072 * 5120 * 2
+    assert fitted.free_bytes - more.free_bytes == 131072 * 5120 * 2
+    text = ModelConfig.from_json(tiny_config(vision_config=None))
+    assert "image rows" not in parts(plan.fit(text, plan.GPUS["H200"]))
+
+
 def test_what_does_not_fit(release: ModelConfig, capsys: pytest.CaptureFixture[str]) -> None:
     fitted = plan.fit(release, plan.GPUS["H200"], 1)
     assert fitted.free_bytes < 0
     assert fitted.tokens == 0
     assert main(["inspect", str(RELEASE), "--fit", "H200"]) == 1
-    assert "does not fit: 153" in capsys.readouterr().out
+    assert "does not fit: 154" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("text", "said"), [("B9:8", "H20-141"), ("H200:0", "H200:8"), ("H200:x", "H200:8")])
