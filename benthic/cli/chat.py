@@ -12,14 +12,25 @@ from time import perf_counter
 from typing import Any, cast
 
 from benthic import config
-from benthic.cli.generate import Engine, add_sampling_arguments, open_engine, printable, sampling_params, speed
+from benthic.cli.generate import (
+    Engine,
+    add_sampling_arguments,
+    image_part,
+    open_engine,
+    printable,
+    sampling_params,
+    speed,
+    user_turn,
+)
 from benthic.errors import BenthicError, RequestError
+from benthic.text.images import FORMATS
 from benthic.text.prompt import EFFORTS
 
 HELP = """\
 /reset         forget the conversation; the system message stays
 /system TEXT   set the system message from the next answer on; without TEXT: remove it
 /think on|off  think before answering, or not
+/image PATH    show a picture with the next message; may be said several times
 /help          this list
 /exit          leave; so does the end of input"""
 
@@ -30,6 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = f"in the conversation:\n{HELP}"
     parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument(
+        "--image",
+        action="append",
+        metavar="PATH",
+        default=[],
+        help=f"{FORMATS} file to show with the first message; may be given several times",
+    )
     parser.add_argument("--think", action="store_true", help="think before answering")
     parser.add_argument("--effort", choices=[*EFFORTS], help="how hard to think, when thinking is on")
     add_sampling_arguments(parser, max_tokens=1024)
@@ -38,11 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     params, settings = sampling_params(args), config.from_arguments(args)
+    pictures = [image_part(path) for path in args.image]
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     with open_engine(settings) as engine:
         if terminal:
             print(f"{settings.model}; /help lists the commands, /exit leaves")
         conversation = Conversation(engine, params, args.system, args.think, args.effort)
+        conversation.pictures = pictures
         return _converse(conversation, terminal)
 
 
@@ -82,6 +102,7 @@ class Conversation:
         self.engine, self.params = engine, params
         self.system, self.thinking, self.effort = system, thinking, effort
         self.turns: list[dict[str, Any]] = []
+        self.pictures: list[dict[str, Any]] = []  # to go with the next turn
         self.exit_code = 0  # of the last answer that failed
         self._dim = sys.stdout.isatty()
 
@@ -101,10 +122,15 @@ class Conversation:
             print(HELP)
         elif name == "/reset":
             self.turns.clear()
+            self.pictures.clear()
             print("(the conversation is empty)")
         elif name == "/system":
             self.system = rest or None
             print("(system message set)" if rest else "(no system message)")
+        elif name == "/image" and rest:
+            self._show(rest)
+        elif name == "/image":
+            print(f"({len(self.pictures)} pictures go with the next message; /image PATH adds one)")
         elif name == "/think" and rest in ("on", "off"):
             self.thinking = rest == "on"
             print(f"(thinking {rest})")
@@ -115,9 +141,20 @@ class Conversation:
         sys.stdout.flush()
         return True
 
+    def _show(self, path: str) -> None:
+        try:
+            self.pictures.append(image_part(path))
+        except RequestError as error:
+            self.exit_code = error.exit_code
+            print(f"benthic: {error}", file=sys.stderr)
+        else:
+            print(f"({path} goes with the next message)")
+
     def _answer(self, text: str) -> None:
-        """Stream the answer to one turn. A turn that nothing came back to is not kept."""
-        self.turns.append({"role": "user", "content": text})
+        """Stream the answer to one turn. A turn that nothing came back to is not kept; its pictures wait for the next
+        one, unless they may be why."""
+        pictures, self.pictures = self.pictures, []
+        self.turns.append(user_turn(text, pictures))
         shown = _Shown(self._dim)
         began = perf_counter()
         try:
@@ -128,6 +165,8 @@ class Conversation:
                         raise piece.error
         except KeyboardInterrupt:
             shown.end()
+            if shown.turn() is None:
+                self.pictures = pictures
             print("(stopped)", flush=True)
         except RequestError as error:
             shown.end()

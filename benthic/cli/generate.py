@@ -3,6 +3,7 @@
 A prompt is plain text that the model continues (`--raw`, the default), or with `--chat` one user turn that it answers.
 Files hold one prompt a line, or one JSON object a line: `{"prompt": TEXT}` or `{"messages": [...]}`, with sampling
 fields that hold for this line only and an optional "id" that comes back with the answer; other keys are not read.
+Pictures come with `--chat`: from files with `--image`, or in messages as image_url parts with data URLs.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from tqdm import tqdm
 
 from benthic import config
 from benthic.errors import BadField, BenthicError, InputFileError, InvalidJSON
+from benthic.text import images
 from benthic.text.prompt import EFFORTS
 from benthic.types import SamplingParams
 
@@ -82,6 +84,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     mode.add_argument("--raw", action="store_true", help="continue the prompt as plain text (the default)")
     mode.add_argument("--chat", action="store_true", help="answer the prompt as a user's turn")
     parser.add_argument("--system", metavar="TEXT", help="system message, with --chat")
+    parser.add_argument(
+        "--image",
+        action="append",
+        metavar="PATH",
+        default=[],
+        help=f"{images.FORMATS} file that every prompt is about, with --chat; may be given several times",
+    )
     parser.add_argument("--think", action="store_true", help="think before answering, with --chat")
     parser.add_argument("--effort", choices=[*EFFORTS], help="how hard to think, with --think")
     parser.add_argument(
@@ -147,8 +156,9 @@ def sampling_params(args: argparse.Namespace, **more: Any) -> SamplingParams:
 
 def run(args: argparse.Namespace) -> int:
     settings = config.from_arguments(args)
-    if not args.chat and (args.system is not None or args.think):
-        raise BadField("--system" if args.system is not None else "--think", args.system or True, "--chat beside it")
+    for flag in ("system", "think", "image"):
+        if not args.chat and (value := getattr(args, flag)) not in (None, False, []):
+            raise BadField(f"--{flag}", value, "--chat beside it")
     items = read_items(args, sampling_params(args, n=args.n))
     began = perf_counter()
     with open_engine(settings) as engine:
@@ -330,27 +340,47 @@ def speed(tokens: int, seconds: float) -> str:
 
 def read_items(args: argparse.Namespace, params: SamplingParams) -> list[Item]:
     """The prompts of this run, in order: --prompt first, then the files. Raises RequestError naming file and line."""
-    items = [_text_item(text, args, params) for text in args.prompt or ()]
+    pictures = [image_part(path) for path in args.image]
+    items = [_text_item(text, args, params, pictures) for text in args.prompt or ()]
     sources = list(args.files)
     if not items and not sources:
         if sys.stdin.isatty():
             raise BadField("prompt", None, "--prompt TEXT, a FILE, or text on standard input")
         sources = ["-"]
     for source in sources:
-        items += _read_file(source, args, params)
+        items += _read_file(source, args, params, pictures)
     if not items:
         raise BadField("prompt", None, f"at least one prompt in {', '.join(map(_name, sources))}")
     return items
 
 
-def _text_item(text: str, args: argparse.Namespace, params: SamplingParams) -> Item:
+Pictures = Sequence[Mapping[str, Any]]  # parts that stand before a user's text
+
+
+def image_part(path: str) -> dict[str, Any]:
+    """A picture file as a part of a user's turn. Raises InputFileError; BadImage naming the file."""
+    try:
+        with Path(path).expanduser().open("rb") as file:
+            data = file.read(images.MAX_IMAGE_BYTES + 1)
+    except OSError as error:
+        raise InputFileError(path, error.strerror or str(error)) from error
+    images.open_lazily(data, path).close()  # here a fault can be told by the file's name
+    return {"type": "image_url", "image_url": {"url": images.data_url(data, path)}}
+
+
+def user_turn(text: str, pictures: Pictures = ()) -> dict[str, Any]:
+    """What a user says, behind the pictures it is about."""
+    return {"role": "user", "content": [*pictures, {"type": "text", "text": text}] if pictures else text}
+
+
+def _text_item(text: str, args: argparse.Namespace, params: SamplingParams, pictures: Pictures) -> Item:
     if not args.chat:
         return Item(text, (), params)
     system = [{"role": "system", "content": args.system}] if args.system is not None else []
-    return Item(None, (*system, {"role": "user", "content": text}), params)
+    return Item(None, (*system, user_turn(text, pictures)), params)
 
 
-def _read_file(source: str, args: argparse.Namespace, params: SamplingParams) -> Iterator[Item]:
+def _read_file(source: str, args: argparse.Namespace, params: SamplingParams, pictures: Pictures) -> Iterator[Item]:
     name = _name(source)
     try:
         data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
@@ -367,16 +397,16 @@ def _read_file(source: str, args: argparse.Namespace, params: SamplingParams) ->
     )
     for number, line in lines:
         if as_json:
-            yield _json_item(line, f"{name}, line {number}", args, params)
+            yield _json_item(line, f"{name}, line {number}", args, params, pictures)
         else:
-            yield _text_item(line.removesuffix("\r"), args, params)
+            yield _text_item(line.removesuffix("\r"), args, params, pictures)
 
 
 def _name(source: str) -> str:
     return "standard input" if source == "-" else source
 
 
-def _json_item(line: str, where: str, args: argparse.Namespace, params: SamplingParams) -> Item:
+def _json_item(line: str, where: str, args: argparse.Namespace, params: SamplingParams, pictures: Pictures) -> Item:
     try:
         body = json.loads(line)
     except ValueError as error:
@@ -396,7 +426,7 @@ def _json_item(line: str, where: str, args: argparse.Namespace, params: Sampling
         mine.validate()
     except BadField as error:
         raise BadField(f"{where}: {error.field}", error.value, error.want) from error
-    item = Item(None, tuple(messages or ()), mine) if prompt is None else _text_item(prompt, args, mine)
+    item = Item(None, tuple(messages or ()), mine) if prompt is None else _text_item(prompt, args, mine, pictures)
     return replace(item, id=body.get("id"))
 
 

@@ -82,6 +82,8 @@ class ScriptedEngine:
     def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams, **options: Any) -> Iterator[Piece]:
         self.asked.append(([dict(message) for message in messages], params, options))
         last = messages[-1]["content"]
+        if not isinstance(last, str):  # pictures, then the text
+            last = last[-1]["text"]
         _refuse(last)
         return self._pieces(0, last, params, "let me think" if options["thinking"] else "", chat=True)
 
