@@ -46,6 +46,9 @@ REQUESTS_RUNNING = gauge("benthic_num_requests_running", "completions that hold 
 KV_BLOCKS_USED = gauge("benthic_kv_blocks_used", "blocks of the KV pool in use, after a step is committed")
 KV_BLOCKS = gauge("benthic_kv_blocks", "blocks of the KV pool, set with every step")
 PREEMPTIONS = counter("benthic_preemptions_total", "running completions whose blocks were taken back by the scheduler")
+IMAGES_READ = counter(
+    "benthic_images_read_total", "images that went through the vision tower, repeats in a request once"
+)
 COMPUTED_TOKENS = counter("benthic_computed_tokens_total", "rows the model computed, recomputed ones included")
 GENERATION_TOKENS = counter("benthic_generation_tokens_total", "tokens produced, counted as their step is committed")
 REQUESTS_FINISHED = counter(

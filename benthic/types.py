@@ -182,6 +182,16 @@ def _biases(value: object, vocab_size: int | None) -> None:
         _number(f"logit_bias[{i}]", pair[1], "a bias in [-100, 100]", -100, 100)
 
 
+@dataclass(frozen=True, slots=True)
+class ImageInput:
+    """An image of a prompt: where its span stands, and what the model's vision tower reads of it."""
+
+    first: int  # position of the span's first token
+    tokens: int  # of the span, delimiters included; the prompt has the model's image token at each of them
+    digest: str  # SHA-256 of the encoded image and of how it is scaled: the same digest, the same rows
+    patches: object = field(default=None, repr=False, compare=False)  # made by the model family, opaque to the engine
+
+
 @dataclass(slots=True)
 class Request:
     """One unit of work for the engine: a prompt, how to sample, and where it stands in the queue.
@@ -195,6 +205,12 @@ class Request:
     seed: int  # of branch 0; the others derive theirs from it
     priority: int = 0  # smaller runs first; equal: first come, first served
     arrival_seconds: float = 0.0
+    images: tuple[ImageInput, ...] = ()  # in the order of their spans
+
+    @property
+    def image_tokens(self) -> int:
+        """Prompt tokens that stand for images."""
+        return sum(image.tokens for image in self.images)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +263,9 @@ class StepPlan:
     chunks: tuple[Chunk, ...]
     draws: tuple[Draw, ...]  # one for each chunk with `sample`, in the order of the chunks
     scores: tuple[tuple[int, Score], ...] = ()  # (index of the chunk, what to score)
+    over: tuple[int, ...] = ()  # requests whose image rows no step needs any more; let go of before anything else
+    # (request, its images to come) whose rows are made now; a step that fails leaves none of them
+    images: tuple[tuple[int, tuple[ImageInput, ...]], ...] = ()
 
     @property
     def tokens(self) -> int:

@@ -5,7 +5,7 @@ host knows goes over in one copy: ids, where rows stand, what is new in block ta
 device already has (each slot's block table, last ids, last drawn token) stays there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -17,10 +17,55 @@ from benthic.cache.storage import Storage
 from benthic.kernels.kv_copy import Rows
 from benthic.kernels.rows import begin_rows
 from benthic.models.base import Batch
-from benthic.types import Chunk, Draw, SamplingParams, StepPlan
+from benthic.types import Chunk, Draw, ImageInput, SamplingParams, StepPlan
 
 
-def build(plan: StepPlan, storage: Storage) -> Batch:
+class ImageRows(NamedTuple):
+    """What the vision tower made of a request's images, as long as its steps read it."""
+
+    images: tuple[ImageInput, ...]
+    rows: Tensor  # [sum of the images' tokens, D] on the device, one image after another
+
+
+class Placement(NamedTuple):
+    """Which rows of a step are image rows, and what stands there."""
+
+    places: np.ndarray  # [T] int64: row of `rows`, -1 for text
+    rows: Tensor  # [at least one, D] on the device
+
+
+def place(chunks: Sequence[Chunk], kept: Mapping[int, ImageRows]) -> Placement | None:
+    """Where the image rows of a step's chunks come from; None: all its rows are text. kept: by request id."""
+    if not kept:
+        return None
+    pieces: list[Tensor] = []
+    places: list[np.ndarray] = []
+    count = 0
+    for chunk in chunks:
+        of_chunk = np.full(len(chunk.tokens), -1, dtype=np.int64)
+        places.append(of_chunk)
+        if chunk.request not in kept:
+            continue
+        images, rows = kept[chunk.request]
+        start, end, at = chunk.start, chunk.start + len(chunk.tokens), 0
+        for image in images:
+            low, high = max(image.first, start), min(image.first + image.tokens, end)
+            if low < high:
+                pieces.append(rows[at + low - image.first : at + high - image.first])
+                of_chunk[low - start : high - start] = np.arange(count, count + high - low)
+                count += high - low
+            at += image.tokens
+    if not pieces:
+        return None
+    return Placement(np.concatenate(places), pieces[0] if len(pieces) == 1 else torch.cat(pieces))
+
+
+def _embeds(places: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """places [T] on the device -> [T] bool, is it an image row; [T, D], meaningful where it is."""
+    return places >= 0, rows[places.clamp(min=0)]
+
+
+def build(plan: StepPlan, storage: Storage, placement: Placement | None = None) -> Batch:
     """The step's batch, described by the host. Reads `storage.history`; writes nothing.
 
     Cost: a few tensor operations, whatever the number of chunks.
@@ -53,12 +98,15 @@ def build(plan: StepPlan, storage: Storage) -> Batch:
         positions = of_row[0] + torch.arange(rows, device=device) - of_row[2]
         history = _history(token_ids, positions, of_row[:2], storage)
         wanted = torch.tensor(logit_rows, dtype=torch.int64).to(device, non_blocking=True)
+    images = embeds = None
+    if placement is not None:
+        images, embeds = _embeds(torch.from_numpy(placement.places).to(device), placement.rows)
     return Batch(
         ids=token_ids,
         positions=positions,
         history=history,
-        images=None,
-        embeds=None,
+        images=images,
+        embeds=embeds,
         starts=tuple(starts),
         firsts=firsts,
         slots=slots,
@@ -168,7 +216,7 @@ class Uploads:
             host[5:, drawn] = self._settings_of([slots[i] for i in drawn], plan.draws)
         self._copy(columns.view(-1))
 
-    def step(self, plan: StepPlan) -> Step:
+    def step(self, plan: StepPlan, placement: Placement | None = None) -> Step:
         """Send any step and prepare it on the device. Cost: one copy and some twenty small kernels."""
         chunks, storage = plan.chunks, self.storage
         lengths = np.array([len(chunk.tokens) for chunk in chunks], dtype=np.int64)
@@ -180,6 +228,7 @@ class Uploads:
         drawn = [i for i, chunk in enumerate(chunks) if chunk.sample]
         settings = self._settings_of([slots[i] for i in drawn], plan.draws)
         position = np.arange(count) - start_of + first_of
+        places = np.zeros(0, dtype=np.int64) if placement is None else placement.places
         sent = self._send(
             ids,
             position,
@@ -188,18 +237,20 @@ class Uploads:
             start_of,
             ends - 1,
             ends[drawn] - 1,
+            places,
             *settings,
             *self._table_changes(chunks),
         )
-        token_ids, positions, row_slots, row_firsts, row_starts, last, logit_rows = sent[:7]
+        token_ids, positions, row_slots, row_firsts, row_starts, last, logit_rows, row_places = sent[:8]
         _write_tables(storage, *sent[-2:])
         token_ids = _known(token_ids, row_slots, storage)
+        images, embeds = (None, None) if placement is None else _embeds(row_places, placement.rows)
         batch = Batch(
             ids=token_ids,
             positions=positions,
             history=_history(token_ids, positions, torch.stack((row_firsts, row_slots)), storage),
-            images=None,
-            embeds=None,
+            images=images,
+            embeds=embeds,
             starts=(0, *ends.tolist()),
             firsts=tuple(firsts),
             slots=tuple(slots),
@@ -207,7 +258,7 @@ class Uploads:
             logit_rows=logit_rows,
             rows=Rows(row_slots, positions, row_firsts, row_starts),
         )
-        draws = Draws(row_slots[logit_rows], positions[logit_rows] + 1, *_as_settings(sent[7:-2]))
+        draws = Draws(row_slots[logit_rows], positions[logit_rows] + 1, *_as_settings(sent[8:-2]))
         return Step(batch, last, draws)
 
     def _table_changes(self, chunks: Sequence[Chunk]) -> tuple[list[int], list[int]]:

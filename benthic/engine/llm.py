@@ -1,5 +1,6 @@
 """LLM: the offline face of the loop. Load a model, hand it prompts or conversations, get completions or a stream."""
 
+import hashlib
 import logging
 import secrets
 import signal
@@ -29,7 +30,9 @@ from benthic.engine.runner import Model, Runner
 from benthic.engine.sampler import Sampler
 from benthic.engine.scheduler import Scheduler, branch_seed
 from benthic.errors import (
+    BadConfigKey,
     BadField,
+    BadImage,
     BadSetting,
     BenthicError,
     DeviceUnavailable,
@@ -40,7 +43,7 @@ from benthic.kernels.native import build as native
 from benthic.kernels.triton import runtime as triton
 from benthic.models.registry import family
 from benthic.models.weights import Checkpoint
-from benthic.text.prompt import ChatEncoder, Prompt
+from benthic.text.prompt import ChatEncoder, Prompt, PromptImage
 from benthic.text.reply import Message, ReplyParser, ToolCallDelta
 from benthic.text.stop import StopMatcher
 from benthic.text.tokenizer import FILE_NAME, IncrementalDecoder, Tokenizer
@@ -48,6 +51,7 @@ from benthic.types import (
     NUMERICS,
     Abort,
     FinishReason,
+    ImageInput,
     Request,
     SamplingParams,
     TokenEvent,
@@ -425,6 +429,7 @@ class LLM:
         """Continue text.
 
         prompts   one string or one list of token ids, or a list of either. Text gets the begin-of-sentence id in front.
+                  Images come through `chat` alone, so ids must not hold the model's image token.
         params    for all prompts, or one for each.
         stream    False: a list of completions in the order of the prompts. True: an iterator of pieces as they come;
                   closing it ends what has not finished.
@@ -489,10 +494,12 @@ class LLM:
         """The assistant's next turn of a conversation.
 
         messages   OpenAI chat form, see `text/prompt.py`; so are thinking, effort, tools, tool_choice and
-                   response_format, which is told to the model and not enforced.
+                   response_format, which is told to the model and not enforced. Images come as image_url parts with
+                   data URLs; their pixels are read here, on the caller's thread.
         stream     as in `generate`; pieces carry reasoning, content (`text`) and tool calls apart.
         returns    a completion whose choices have a `message`. Stop strings match in the content only, and there also
                    before `min_tokens`.
+        Raises     RequestError, before anything runs: BadMessages, BadImage, NoVision, PromptTooLong and the like.
         """
         params = params or SamplingParams()
         params.validate(self.model.vocab_size)
@@ -504,17 +511,23 @@ class LLM:
             tool_choice=tool_choice,
             response_format=response_format,
             stop=params.stop,
+            spans=self.model.image_tokens,
         )
         session = _Session(self)
-        request = self._request(prompt.ids, params, priority, 0)
+        request = self._request(prompt.ids, params, priority, 0, prompt.images)
         session.add(request, [_ReplyReader(self.encoder, prompt) for _ in range(params.n)])
         return iter(session) if stream else self._finish(session, False)[0]
 
     @property
     def encoder(self) -> ChatEncoder:
-        """Made on first use. Raises MissingCheckpointFile if the checkpoint has no tokenizer."""
+        """Made on first use. Raises MissingCheckpointFile if the checkpoint has no tokenizer, BadConfigKey if it has
+        another model's.
+        """
         if self._encoder is None:
-            self._encoder = ChatEncoder(self._text())
+            tokenizer, image_id = self._text(), self.model.image_token_id
+            if image_id not in (None, known := tokenizer.special_ids["image"]):
+                raise BadConfigKey("image_token_id", image_id, f"{known}, the image token of {tokenizer.path.name}")
+            self._encoder = ChatEncoder(tokenizer)
         return self._encoder
 
     # ---- lifetime ----------------------------------------------------------------------------------------------------
@@ -556,17 +569,36 @@ class LLM:
             for item in items
         ]
 
-    def _request(self, ids: tuple[int, ...], params: SamplingParams, priority: int, index: int) -> Request:
+    def _request(
+        self,
+        ids: tuple[int, ...],
+        params: SamplingParams,
+        priority: int,
+        index: int,
+        images: Sequence[PromptImage] = (),
+    ) -> Request:
+        """A request that can be served. Pixels are read once the rest of it is known to be fine."""
         if self._closed:
             raise EngineClosed
+        if not images and self.model.image_token_id in ids:
+            raise BadImage(
+                f"prompts[{index}] holds the image token, {self.model.image_token_id}, and ids bring no image along; "
+                "use chat, with the image as an image_url part"
+            )
         if params.seed is not None:
             seed = params.seed
         elif self.config.seed is not None:
             seed = branch_seed(self.config.seed, index)
         else:
             seed = secrets.randbits(63)
-        request = Request(next(self._numbers), ids, params, seed, priority, perf_counter())
+        places = tuple(ImageInput(image.first, image.tokens, _digest(image)) for image in images)
+        request = Request(next(self._numbers), ids, params, seed, priority, perf_counter(), places)
         self.loop.scheduler.check(request)
+        read: dict[str, object] = {}
+        for image, place in zip(images, places, strict=True):
+            if place.digest not in read:
+                read[place.digest] = self.model.read_image(image.source, image.longest, image.where)
+        request.images = tuple(replace(place, patches=read[place.digest]) for place in places)
         return request
 
     def _finish(self, session: _Session, progress: bool) -> list[Completion]:
@@ -654,6 +686,7 @@ def build_loop(
         max_context_tokens=limit,
         vocab_size=model.vocab_size,
         eos_ids=eos_ids,
+        image_tokens=config.scheduler.image_tokens,
     )
     sampler = Sampler(model.vocab_size, device, never)
     runner = Runner(model, storage, sampler, deterministic=config.gpu.deterministic)
@@ -703,6 +736,10 @@ def _capture(runner: Runner) -> bool:
         log.warning("no graphs", extra={"reason": str(error)})
         return False
     return True
+
+
+def _digest(image: PromptImage) -> str:
+    return hashlib.sha256(f"{image.longest}\n".encode() + image.source).hexdigest()
 
 
 def _device(name: str) -> torch.device:

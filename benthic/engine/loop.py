@@ -78,6 +78,7 @@ class Loop:
     def settle(self) -> None:
         """Take messages and send what they cause, without a step."""
         self.scheduler.admit(self.inbox.drain())
+        self._let_go()
         self._send(self.scheduler.take_news())
 
     def step(self) -> None:
@@ -90,9 +91,17 @@ class Loop:
             result = self.runner.run(plan)
         ran = perf_counter()
         self._send(self.scheduler.commit(plan, result))
+        if not self.scheduler.unfinished:  # no other plan may come
+            self._let_go()
         done = perf_counter()
         self.times.append(StepTimes(len(plan.chunks), plan.tokens, planned - begun, ran - planned, done - ran))
         self._measure(plan, done - begun)
+
+    def _let_go(self) -> None:
+        """Tell the runner of image rows that nobody reads any more."""
+        plan = self.scheduler.plan_over()
+        if plan is not None:
+            self.runner.run(plan)
 
     def _send(self, events: list[TokenEvent]) -> None:
         self.outbox.send(events)

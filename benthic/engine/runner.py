@@ -1,6 +1,6 @@
 """Batch -> StepResult on this rank: forward, log-probabilities of prompts, sample, one copy back."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import NamedTuple, Protocol
 
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benthic import metrics
 from benthic.cache.spec import CacheSpec, blocks_for
 from benthic.cache.storage import Storage
 from benthic.engine import batch as batches
@@ -15,7 +16,7 @@ from benthic.engine.graphs import CudaRecorder, Graphs, Record, sizes
 from benthic.engine.sampler import Sampled, Sampler
 from benthic.kernels import backends
 from benthic.models.base import Batch, Memory
-from benthic.types import Chunk, Draw, SamplingParams, StepPlan, StepResult, TokenLogprobs
+from benthic.types import Chunk, Draw, ImageInput, SamplingParams, StepPlan, StepResult, TokenLogprobs
 
 _SCORE_ROWS = 512  # prompt rows whose logits exist at the same time
 
@@ -36,9 +37,14 @@ class Model(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def max_positions(self) -> int: ...
+    @property
+    def image_token_id(self) -> int | None: ...  # None: it reads text only
+    def image_tokens(self, width: int, height: int) -> int: ...  # of an image of so many pixels; raises NoVision
+    def read_image(self, source: bytes, longest: int | None, where: str) -> object: ...  # for `image_rows`
     def memory(self, storage: Storage, batch: Batch) -> Memory: ...
     def forward(self, batch: Batch, memory: Memory) -> Forward: ...
     def logits(self, hidden: Tensor) -> Tensor: ...  # [R, D] -> f32 [R, V]
+    def image_rows(self, patches: object) -> Tensor: ...  # of one `ImageInput` -> [its tokens, D], on the device
 
 
 class Decided(NamedTuple):
@@ -50,7 +56,7 @@ class Decided(NamedTuple):
 
 
 class Runner:
-    """Computes plans. The storage is the only thing that lasts from one to the next.
+    """Computes plans. What lasts from one to the next is the storage, and image rows until a plan says they are over.
 
     On a GPU a step is enqueued whole, and the host waits once, for the tokens. There, steps of one-row chunks are
     replays of a CUDA graph after `capture`; the others are launched kernel by kernel, on the same stream.
@@ -76,6 +82,7 @@ class Runner:
         on_device = storage.device.type == "cuda" if on_device is None else on_device
         self._uploads = batches.Uploads(storage) if on_device else None
         self._graphs: Graphs[Decided] | None = None
+        self._images: dict[int, batches.ImageRows] = {}  # by request
         self._back = _Back(storage.num_slots, storage.device)
 
     @property
@@ -115,22 +122,46 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """Compute a step. An empty plan computes nothing."""
+        """Compute a step. A plan without chunks computes nothing."""
+        for request in plan.over:
+            self._images.pop(request, None)
         if not plan.chunks:
             self.forward_seconds = self.sample_seconds = 0.0
             return StepResult([])
         with backends.invariant(self.deterministic):
-            if self._uploads is None:
-                return self._run_here(plan)
             try:
-                return self._run_on_device(plan, self._uploads)
+                for request, images in plan.images:
+                    self._images[request] = self._read(images)
+                return self._run_here(plan) if self._uploads is None else self._run_on_device(plan, self._uploads)
             except BaseException:
-                self._uploads.forget()
+                for request, _ in plan.images:
+                    self._images.pop(request, None)
+                if self._uploads is not None:
+                    self._uploads.forget()
                 raise
+
+    @property
+    def image_tokens(self) -> int:
+        """Image rows that are kept now."""
+        return sum(kept.rows.shape[0] for kept in self._images.values())
+
+    def _read(self, images: Sequence[ImageInput]) -> batches.ImageRows:
+        """A request's images through the vision tower, each by itself: its rows have the same bits beside any others.
+
+        An image that comes twice is read once.
+        """
+        rows: dict[str, Tensor] = {}
+        for image in images:
+            if image.digest not in rows:
+                rows[image.digest] = self.model.image_rows(image.patches)
+            got, want = rows[image.digest].shape[0], image.tokens
+            assert got == want, f"the vision tower made {got} rows for a span of {want}"
+        metrics.IMAGES_READ.inc(len(rows))
+        return batches.ImageRows(tuple(images), torch.cat([rows[image.digest] for image in images]))
 
     def _run_here(self, plan: StepPlan) -> StepResult:
         started = perf_counter()
-        batch = batches.build(plan, self.storage)
+        batch = batches.build(plan, self.storage, batches.place(plan.chunks, self._images))
         hidden = self.model.forward(batch, self.model.memory(self.storage, batch)).hidden  # [T, D]
         batches.remember(batch, self.storage)
         scores = self._scores(plan, batch, hidden) if plan.scores else {}
@@ -149,14 +180,15 @@ class Runner:
     def _run_on_device(self, plan: StepPlan, uploads: batches.Uploads) -> StepResult:
         started = perf_counter()
         chunks, graphs, scores = plan.chunks, self._graphs, {}
-        decodes = not plan.scores and plan.tokens == len(chunks)
+        placement = batches.place(chunks, self._images)
+        decodes = not plan.scores and placement is None and plan.tokens == len(chunks)
         size = graphs.size(len(chunks)) if graphs is not None and decodes else None
         if graphs is not None and size is not None:
             uploads.decode(plan, graphs.columns(size))
             decided = graphs.run(size)
             rows = [i for i, chunk in enumerate(chunks) if chunk.sample]  # of each draw
         else:
-            step = uploads.step(plan)
+            step = uploads.step(plan, placement)
             decided = self._compute(step)
             rows = list(range(len(plan.draws)))
             scores = self._scores(plan, step.batch, decided.hidden) if plan.scores else {}

@@ -13,6 +13,11 @@ seed and position only, so a preempted sequence goes on as if nothing had happen
 
 A waiting sequence is admitted when the pool holds all its tokens, all that running prefills still need, and one block
 for each sequence that may grow; when nothing runs, it is admitted at once.
+
+Images. A plan names the requests whose image rows have to be made in its step, all that a request still has to compute
+at once, before the first of them is computed. The rows stay while a running sequence of the request has image tokens to
+compute; the next plan says that they are over. A preempted sequence has its rows made again. Since rows belong to
+running sequences alone, `image_tokens` bounds them, and whoever waits for room gets it once those have gone on to text.
 """
 
 import heapq
@@ -36,6 +41,7 @@ from benthic.types import (
     Chunk,
     Draw,
     FinishReason,
+    ImageInput,
     Request,
     Score,
     StepPlan,
@@ -66,6 +72,8 @@ class Branch:
         "context",
         "ended",
         "ends",
+        "images",
+        "images_end",
         "in_flight",
         "index",
         "lease",
@@ -85,6 +93,8 @@ class Branch:
         self.rank = (request.priority, order, index)
         self.seed = branch_seed(request.seed, index)
         self.tokens = list(request.prompt)  # prompt, then output
+        self.images = request.images
+        self.images_end = max((i.first + i.tokens for i in request.images), default=0)  # only text from here on
         self.prompt_tokens = len(request.prompt)
         self.limit = limit  # it ends when it has so many tokens
         self.ends = ends  # ids that end it
@@ -116,19 +126,21 @@ class Scheduler:
         max_context_tokens: int,
         vocab_size: int,
         eos_ids: Sequence[int] = (),
+        image_tokens: int = 131072,
     ):
         """As many sequences run as the cache has slots.
 
         token_budget        most rows in one step; at least one for each slot, so that no decode row waits.
         max_context_tokens  most tokens the model reads of one sequence. The token drawn after the last of them may
                             still be delivered; then the sequence ends with LENGTH.
+        image_tokens        most image rows that are kept at a time, over all requests.
         """
         if token_budget < cache.slots.usable:
             raise BadField(
                 "scheduler.token_budget", token_budget, f"at least scheduler.max_running, {cache.slots.usable}"
             )
         self.cache, self.token_budget, self.vocab_size = cache, token_budget, vocab_size
-        self.max_context_tokens = max_context_tokens
+        self.max_context_tokens, self.image_tokens = max_context_tokens, image_tokens
         self.eos_ids = frozenset(eos_ids)
         self.running: list[Branch] = []  # best rank first
         self.preemptions = 0
@@ -137,6 +149,8 @@ class Scheduler:
         self._live: dict[int, list[Branch]] = {}  # request id -> branches that have not ended
         self._flight: list[Branch] = []  # branch of each chunk of the step that is running
         self._events: list[TokenEvent] = []  # to go out with the next commit
+        self._rows_of: dict[int, int] = {}  # requests whose image rows the runner keeps -> of how many images, the last
+        self._rows_over: set[int] = set()  # what a failed step was told to let go of; the next one is told again
         self._order = 0
         self._step = 0
 
@@ -169,6 +183,14 @@ class Scheduler:
             raise TokenOutOfRange(f"prompt[{at}]", prompt[at], self.vocab_size)
         if len(prompt) > self.max_context_tokens:
             raise PromptTooLong(len(prompt), self.max_context_tokens)
+        end = 0
+        for i, image in enumerate(request.images):
+            if image.tokens < 1 or not end <= image.first <= len(prompt) - image.tokens:
+                span = f"{image.tokens} tokens from {image.first} on"
+                raise BadField(f"images[{i}]", span, f"a span within [{end}, {len(prompt)})")
+            end = image.first + image.tokens
+        if request.image_tokens > self.image_tokens:
+            raise CapacityError("image tokens", request.image_tokens, self.image_tokens, "scheduler.image_tokens")
         most = min(len(prompt) + params.max_tokens - 1, self.max_context_tokens)  # the last token is not computed
         need = self.cache.blocks_for(most)
         if need > self.cache.blocks.usable:
@@ -228,6 +250,11 @@ class Scheduler:
             self._start_waiting(rows)
         return self._plan_of(rows)
 
+    def plan_over(self) -> StepPlan | None:
+        """A step that computes nothing and lets go of image rows; None: there are none to let go of."""
+        over = self._take_over()
+        return StepPlan(self._step, (), (), (), over) if over else None
+
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
         """Advance every branch of the step by what it computed, end those that are done, and say what happened."""
         flight, self._flight = self._flight, []
@@ -276,6 +303,9 @@ class Scheduler:
         """
         flight, self._flight = self._flight, []
         assert len(flight) == len(plan.chunks), f"step {plan.step} is not the one in flight"
+        for request, _ in plan.images:
+            self._rows_of.pop(request, None)
+        self._rows_over.update(plan.over)
         for b in flight:
             b.in_flight = False
             if b.ended:
@@ -297,6 +327,9 @@ class Scheduler:
         )
         assert len(holders) + self.cache.slots.free == self.cache.slots.usable, "a slot has no owner"
         assert all(b.lease is not None and not b.ended for b in self.running), "a running branch holds nothing"
+        reading = {b.request: b.images for b in self.running if b.computed < b.images_end}
+        rows = sum(image.tokens for images in reading.values() for image in images)
+        assert rows <= self.image_tokens, f"{rows} image rows may be read, {self.image_tokens} kept"
         waiting = [b for _, b in self._waiting if not b.ended]
         assert len(waiting) == self._num_waiting, f"{len(waiting)} wait, {self._num_waiting} counted"
         assert all(b.lease is None for b in waiting), "a waiting branch holds blocks"
@@ -343,6 +376,8 @@ class Scheduler:
             own = self.cache.blocks_for(len(b.tokens)) + (self.cache.blocks_for(len(b.tokens)) < self._most_blocks(b))
             if self.running and own + promised > self.cache.free_blocks:
                 return
+            if b.images and not self._room_for_images(b):
+                return
             lease = self.cache.open()
             if lease is None:
                 return
@@ -357,6 +392,22 @@ class Scheduler:
             budget -= count
             promised += self._promised(b)
 
+    def _room_for_images(self, b: Branch) -> bool:
+        """May this branch begin, as far as the image rows of those that run allow? The first of them always may."""
+        reading = {r.request: r.images for r in self.running if r.computed < r.images_end}
+        reading[b.request] = b.images
+        return sum(image.tokens for images in reading.values() for image in images) <= self.image_tokens
+
+    def _take_over(self) -> tuple[int, ...]:
+        """Requests whose rows the runner may still keep and no running branch reads; they count as told."""
+        if not self._rows_of and not self._rows_over:
+            return ()
+        read = {b.request for b in self.running if b.computed < b.images_end}
+        over = self._rows_over | (self._rows_of.keys() - read)
+        self._rows_of = {request: count for request, count in self._rows_of.items() if request in read}
+        self._rows_over = set()
+        return tuple(sorted(over))
+
     def _most_blocks(self, b: Branch) -> int:
         return self.cache.blocks_for(b.limit - 1)
 
@@ -370,10 +421,17 @@ class Scheduler:
         chunks: list[Chunk] = []
         draws: list[Draw] = []
         scores: list[tuple[int, Score]] = []
+        images: list[tuple[int, tuple[ImageInput, ...]]] = []
+        over = self._take_over()
         for b, count in rows.items():
             lease, tokens, start = b.lease, b.tokens, b.computed
             assert lease is not None
             b.in_flight = True
+            if start < b.images_end:
+                ahead = tuple([image for image in b.images if image.first + image.tokens > start])
+                if start + count > ahead[0].first and len(ahead) > self._rows_of.get(b.request, 0):
+                    self._rows_of[b.request] = len(ahead)
+                    images.append((b.request, ahead))
             sample = start + count == len(tokens)
             chunk = (tokens[-1],) if count == 1 and sample else tuple(tokens[start : start + count])
             if b.params.prompt_logprobs is not None and b.scored < b.prompt_tokens:
@@ -388,7 +446,7 @@ class Scheduler:
                 draws.append(Draw(b.params, b.seed, len(tokens), blocked, context, b.prompt_tokens))
         self._flight = list(rows)
         self._step += 1
-        return StepPlan(self._step, tuple(chunks), tuple(draws), tuple(scores))
+        return StepPlan(self._step, tuple(chunks), tuple(draws), tuple(scores), over, tuple(images))
 
     def _preempt(self, b: Branch) -> None:
         self.running.remove(b)

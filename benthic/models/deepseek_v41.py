@@ -16,18 +16,20 @@ from torch import Tensor, nn
 
 from benthic.cache.spec import CacheSpec
 from benthic.cache.storage import Storage
-from benthic.errors import BadConfigKey
+from benthic.errors import BadConfigKey, NoVision
 from benthic.kernels import engram, fused, gemm, hyper, moe_experts, moe_gate, quant, rope, swiglu
 from benthic.models.base import Batch, LayerMemory, Memory, Selection
 from benthic.models.deepseek_v41_config import (
     LayerPlan,
     ModelConfig,
     TextConfig,
+    VisionConfig,
     cache_spec,
     engram_tables,
     layer_plan,
     tensors,
 )
+from benthic.models.deepseek_v41_vision import Patches, VisionTower, geometry, read_image, scaled
 from benthic.models.device_memory import DeviceMemory
 from benthic.models.loading import staged
 from benthic.models.memory import PagedMemory
@@ -484,7 +486,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class DeepseekV41(nn.Module):
-    """The text backbone.
+    """The text backbone, and the vision tower where `from_checkpoint` has loaded one.
 
     classes  [ids] int64: compressed id of every token id, for the n-gram memory; None: the identity, which fits only
              when the config's compressed vocabulary is the vocabulary.
@@ -496,6 +498,7 @@ class DeepseekV41(nn.Module):
         super().__init__()
         text = config.text
         self.config, self.numerics = config, numerics
+        self.vision: VisionTower | None = None
         self.plan = layer_plan(config)
         self.embed = Embedding(text.vocab_size, text.hidden_size, numerics)
         self.layers = Stack(
@@ -534,6 +537,35 @@ class DeepseekV41(nn.Module):
         pad, image = text.engram_pad_token_id, self.config.image_token_id
         return engram.ngram_ids(batch.ids, history, self.classes, pad, image)
 
+    # ---- images ------------------------------------------------------------------------------------------------------
+
+    @property
+    def image_token_id(self) -> int | None:
+        """The id at every position of an image span; None: the model reads text only."""
+        return None if self.config.vision is None else self.config.image_token_id
+
+    def image_tokens(self, width: int, height: int) -> int:
+        """Tokens of the span of an image, pixels in. Raises NoVision, BadImage."""
+        return geometry(width, height, self._vision_config).tokens
+
+    def read_image(self, source: bytes, longest: int | None = None, where: str = "image") -> Patches:
+        """An encoded image -> what `image_rows` takes, on the CPU. Raises NoVision, BadImage."""
+        return read_image(source, self._vision_config, longest, where)
+
+    def image_rows(self, patches: object) -> Tensor:
+        """The rows [tokens, D] that stand in the place of an image's span."""
+        assert self.vision is not None, "the vision tower is not loaded"
+        assert isinstance(patches, Patches), f"{type(patches).__name__} is not what `read_image` returns"
+        return self.vision(scaled(patches.pixels.to(self.classes.device)), patches.geometry)
+
+    @property
+    def _vision_config(self) -> VisionConfig:
+        if self.config.vision is None:
+            raise NoVision
+        return self.config.vision
+
+    # ---- what the engine asks ----------------------------------------------------------------------------------------
+
     @property
     def cache_spec(self) -> CacheSpec:
         """Bytes the backbone stores per request; float32 records where the profile has no quantisers."""
@@ -562,6 +594,8 @@ class DeepseekV41(nn.Module):
         self.head.load(source, "head")
         for plan, layer in zip(self.plan, self.layers, strict=True):
             layer.load(source, f"layers.{plan.index}")
+        if self.vision is not None:
+            self.vision.load(source)
 
 
 def from_checkpoint(
@@ -572,7 +606,7 @@ def from_checkpoint(
     tables_on_host: bool = False,
     progress: Any = None,
 ) -> DeepseekV41:
-    """The backbone of an opened checkpoint on `device`.
+    """The backbone of an opened checkpoint on `device`, with its vision tower if it has one.
 
     tables_on_host  for a model on a GPU: its n-gram tables stay in pinned host memory.
     progress        has `update(bytes)`, called as tensors are taken; None: silent.
@@ -581,11 +615,14 @@ def from_checkpoint(
     config, device = checkpoint.config, torch.device(device)
     with device:
         model = DeepseekV41(config, numerics, token_classes(checkpoint))
+        if config.vision is not None:
+            model.vision = VisionTower(config, numerics)
     for layer in model.layers:
         if layer.engram is not None:
             layer.engram.embed.on_host = tables_on_host
     if device.type == "cuda":
-        names = [n for n in backbone_names(config) if not (tables_on_host and ".engram.embed." in n)]
+        names = [*backbone_names(config), *vision_names(config)]
+        names = [name for name in names if not (tables_on_host and ".engram.embed." in name)]
         with staged(checkpoint, device, names, progress) as source:
             model.load(source)
     else:
@@ -596,6 +633,11 @@ def from_checkpoint(
 def backbone_names(config: ModelConfig) -> list[str]:
     """The official tensors that the backbone is loaded from, in inventory order."""
     return [name for name, spec in tensors(config).items() if not spec.group.startswith(("dspark", "vision"))]
+
+
+def vision_names(config: ModelConfig) -> list[str]:
+    """The official tensors of vision tower, aligner and delimiters; empty for a model that reads text only."""
+    return [name for name, spec in tensors(config).items() if spec.group.startswith("vision")]
 
 
 def token_classes(checkpoint: Checkpoint) -> Tensor | None:

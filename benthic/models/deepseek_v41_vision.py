@@ -8,20 +8,23 @@ P images, n patches (gh x gw), d merge factor, D text width, C tower width.
 """
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
 from torch import Tensor, nn
 
 from benthic.errors import BadImage
 from benthic.kernels import gemm, norm, rope
 from benthic.models.deepseek_v41_config import ModelConfig, VisionConfig
 from benthic.models.modules import Stack, TensorSource, activation_dtype, parameter
+from benthic.text import images as files
 from benthic.types import Numerics
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 NORM_EPS = 1e-6  # fixed; the config has no key for it
 GREY = 127  # canvas around the picture
@@ -84,19 +87,60 @@ def geometry(width: int, height: int, config: VisionConfig) -> Geometry:
     )
 
 
-def patches(image: Image.Image, config: VisionConfig) -> tuple[Tensor, Geometry]:
+class Patches(NamedTuple):
+    """An image on its way to the tower."""
+
+    pixels: Tensor  # [n, 3 patch^2] uint8, as `pixel_patches` cuts them
+    geometry: Geometry
+
+
+def read_image(source: bytes, config: VisionConfig, longest: int | None = None, where: str = "image") -> Patches:
+    """PNG, JPEG, GIF or WebP -> patches. longest: pixels the longer side is brought down to first; None: as it is.
+
+    Raises BadImage naming `where`; MissingDependency without Pillow.
+    """
+    image = files.open_lazily(source, where)
+    from PIL import Image  # is there, or the line before had said so
+
+    size = files.scaled(image.width, image.height, longest)
+    try:
+        image = on_white(image)
+        image = image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
+    except Exception as error:  # the decoder's answer to bytes that may be anything
+        raise BadImage(f"{where} cannot be decoded: {error}; is the file whole?") from error
+    pixels, geo = pixel_patches(image, config)
+    return Patches(torch.from_numpy(pixels), geo)
+
+
+def on_white(image: "Image.Image") -> "Image.Image":
+    """RGB, 8 bits a channel; what is transparent shows white, as deepseek-recipe's preprocessor has it."""
+    from PIL import Image
+
+    image.load()
+    if image.mode.startswith("I"):  # grey of 16 bits, which a plain conversion would clip
+        return Image.fromarray((np.asarray(image).astype(np.int32) >> 8).astype(np.uint8)).convert("RGB")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    over = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", over.size, "white"), over).convert("RGB")
+
+
+def patches(image: "Image.Image", config: VisionConfig) -> tuple[Tensor, Geometry]:
     """An image -> bf16 [n, 3 patch^2] in -1..1, row-major over the grid; each row flattens channel, row, column."""
     pixels, geo = pixel_patches(image, config)
     return scaled(torch.from_numpy(pixels)), geo
 
 
 def scaled(pixels: Tensor) -> Tensor:
-    """Bytes of pixels -> what the tower reads, bf16 in -1..1."""
-    return ((pixels.float() / 255 - 0.5) / 0.5).to(torch.bfloat16)
+    """Bytes of pixels -> what the tower reads, bf16 in -1..1. The same bits on every device."""
+    white = torch.full((), 255.0, device=pixels.device)  # a division by a number is a product with its inverse on CUDA
+    return ((pixels.float() / white - 0.5) / 0.5).to(torch.bfloat16)
 
 
-def pixel_patches(image: Image.Image, config: VisionConfig) -> tuple[NDArray[np.uint8], Geometry]:
+def pixel_patches(image: "Image.Image", config: VisionConfig) -> tuple[NDArray[np.uint8], Geometry]:
     """`patches` as bytes, before they are scaled: [n, 3 patch^2]."""
+    from PIL import Image, ImageOps
+
     geo = geometry(image.width, image.height, config)
     canvas_size = (geo.canvas_width, geo.canvas_height)
     image = image.convert("RGB")

@@ -1,6 +1,10 @@
 """The vision tower: geometry against golden tables, patches and tower against the slow float64 one."""
 
+import io
 import json
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +13,18 @@ import pytest
 import torch
 from PIL import Image
 
-from benthic.errors import BadImage
+from benthic.errors import BadImage, MissingDependency, NoVision
+from benthic.models.deepseek_v41 import from_checkpoint
 from benthic.models.deepseek_v41_config import ModelConfig, VisionConfig
-from benthic.models.deepseek_v41_vision import VisionTower, geometry, patches, pixel_patches, places, scaled
+from benthic.models.deepseek_v41_vision import (
+    VisionTower,
+    geometry,
+    patches,
+    pixel_patches,
+    places,
+    read_image,
+    scaled,
+)
 from benthic.models.weights import Checkpoint
 from benthic.testing.checkpoints import config_path, make_tiny
 from benthic.types import NUMERICS
@@ -134,3 +147,148 @@ def test_span_has_delimiters_and_newlines(folder: Path) -> None:
     assert torch.equal(span[-1], checkpoint.tensor("image_end").float())
     for line in range(geo.cells_h):
         assert torch.equal(span[(line + 1) * (geo.cells_w + 1)], checkpoint.tensor("image_newline").float())
+
+
+# ---- from bytes ------------------------------------------------------------------------------------------------------
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    out = io.BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+def rows_of(source: bytes, name: str = "tiny", longest: int | None = None) -> torch.Tensor:
+    return scaled(read_image(source, vision_config(name), longest).pixels)
+
+
+def picture(size: tuple[int, int], mode: str = "RGB", seed: int = 0) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], len(mode)), dtype=np.uint8)
+    return Image.fromarray(pixels.squeeze())
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [("PNG", {}), ("WEBP", {"lossless": True}), ("PNG", {"compress_level": 0})]
+)
+def test_bytes_become_the_patches_of_their_pixels(kind: str, options: dict[str, Any]) -> None:
+    config, image = vision_config("tiny"), picture((120, 80))
+    got, (rows, geo) = read_image(encoded(image, kind, **options), config), patches(image, config)
+    assert got.geometry == geo
+    assert torch.equal(scaled(got.pixels), rows)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "GIF", "WEBP"])
+def test_lossy_formats_are_near(kind: str) -> None:
+    config = vision_config("tiny")
+    image = Image.linear_gradient("L").resize((120, 80)).convert("RGB")
+    got, (want, _) = rows_of(encoded(image, kind)), patches(image, config)
+    assert float((got.float() - want.float()).abs().mean()) < 0.05
+
+
+def shown(image: Image.Image, **options: Any) -> tuple[int, ...]:
+    """Colour of the middle of a picture of one colour, back from its patches."""
+    rows = rows_of(encoded(image, **options)).float()
+    middle = rows[len(rows) // 2].view(3, -1).mean(1)
+    return tuple(round(float(value + 1) * 127.5) for value in middle)
+
+
+def test_transparency_is_white() -> None:
+    size = (84, 84)
+    assert shown(Image.new("RGBA", size, (200, 0, 0, 0))) == (255, 255, 255)
+    assert shown(Image.new("RGBA", size, (200, 0, 0, 255))) == (200, 0, 0)
+    half = shown(Image.new("RGBA", size, (200, 0, 0, 128)))
+    assert half == pytest.approx((227, 127, 127), abs=1)
+    assert shown(Image.new("LA", size, (40, 0))) == (255, 255, 255)
+    palette = Image.new("P", size, 1)
+    palette.putpalette([0, 0, 0, 200, 0, 0])
+    assert shown(palette) == (200, 0, 0)
+    assert shown(palette, transparency=b"\xff\x00") == (255, 255, 255)
+
+
+def test_other_depths() -> None:
+    size = (84, 84)
+    assert shown(Image.fromarray(np.full(size, 40000, np.uint16))) == (156, 156, 156)  # 40000 / 256
+    assert shown(Image.new("1", size, 1)) == (255, 255, 255)
+    assert shown(Image.new("L", size, 77)) == (77, 77, 77)
+    assert shown(Image.new("CMYK", size, (0, 255, 255, 0)), kind="JPEG") == pytest.approx((255, 0, 0), abs=2)
+
+
+def test_exif_does_not_turn_a_picture() -> None:
+    """As in the official preprocessing."""
+    image, exif = picture((120, 80)), Image.Exif()
+    exif[0x112] = 6
+    config = vision_config("tiny")
+    assert torch.equal(rows_of(encoded(image, exif=exif)), patches(image, config)[0])
+
+
+def test_the_longest_side_is_brought_down_first() -> None:
+    config, image = vision_config("tiny"), picture((600, 300))
+    small = image.resize((512, 256), Image.Resampling.BICUBIC)
+    assert torch.equal(rows_of(encoded(image), longest=512), patches(small, config)[0])
+    assert torch.equal(rows_of(encoded(image), longest=600), patches(image, config)[0])
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP"])
+def test_a_file_cut_anywhere_is_typed(kind: str) -> None:
+    config, data = vision_config("tiny"), encoded(picture((64, 64)), kind)
+    whole = read_image(data, config).pixels
+    for end in range(0, len(data), max(len(data) // 60, 1)):
+        found: Any = None
+        with suppress(BadImage):
+            found = read_image(data[:end], config).pixels
+        assert found is None or found.shape == whole.shape
+    with pytest.raises(BadImage, match=r"messages\[0\], image 1 cannot be"):
+        read_image(data[: len(data) // 2], config, where="messages[0], image 1")
+
+
+def test_without_pillow_an_image_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encoded(picture((64, 64)))
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(MissingDependency, match=r"pip install 'benthic\[vision\]'"):
+        read_image(data, vision_config("tiny"))
+
+
+def test_the_tower_needs_no_pillow() -> None:
+    code = "import sys; sys.modules['PIL'] = None; import benthic.models.deepseek_v41"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---- with the model --------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_brings_its_tower(folder: Path) -> None:
+    model = from_checkpoint(Checkpoint.open(folder), NUMERICS["float"])
+    tower = VisionTower(model.config, NUMERICS["float"])
+    tower.load(Checkpoint.open(folder))
+    read = model.read_image(encoded(picture((120, 80))))
+    with torch.no_grad():
+        assert torch.equal(model.image_rows(read), tower(scaled(read.pixels), read.geometry))
+    assert model.image_tokens(120, 80) == read.geometry.tokens
+    assert model.image_token_id == 4090
+
+
+def test_a_checkpoint_without_a_tower(tmp_path: Path) -> None:
+    model = from_checkpoint(Checkpoint.open(make_tiny(tmp_path / "text", vision_config=None)), NUMERICS["float"])
+    assert (model.vision, model.image_token_id) == (None, None)
+    with pytest.raises(NoVision):
+        model.image_tokens(5, 5)
+    with pytest.raises(NoVision):
+        model.read_image(encoded(picture((64, 64))))
+
+
+@pytest.mark.gpu
+def test_pixels_are_scaled_to_the_same_bits_on_a_gpu() -> None:
+    levels = torch.arange(256, dtype=torch.uint8)
+    assert torch.equal(scaled(levels.cuda()).cpu(), scaled(levels))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("numerics", ["float", "production"])
+def test_the_tower_on_a_gpu(folder: Path, numerics: str) -> None:
+    here, there = (from_checkpoint(Checkpoint.open(folder), NUMERICS[numerics], device) for device in ("cpu", "cuda"))
+    for size in ((84, 84), (120, 80), (40, 300)):
+        read = here.read_image(encoded(picture(size)))
+        with torch.inference_mode():
+            got, want = there.image_rows(read).float().cpu(), here.image_rows(read).float()
+        assert got.shape == want.shape
+        assert float((got - want).abs().max()) < (1e-4 if numerics == "float" else 0.1) * float(want.abs().max())
