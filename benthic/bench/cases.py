@@ -434,7 +434,9 @@ class Cases:
 
     # ---- what reads and writes the cache ----
 
-    def attend(self, requests: int, per: int, phase: str, entries: bool = True) -> Case:
+    def attend(
+        self, requests: int, per: int, phase: str, entries: bool = True, ratio: int = 1, rounded: bool = False
+    ) -> Case:
         """Every row reads K entries of its own, or none; rows of one request share a window."""
         c = self.c
         heads, width, rows = c.num_attention_heads, c.head_dim, requests * per
@@ -443,13 +445,13 @@ class Cases:
 
         def build() -> Run:
             storage, at = self.storage(), decode_rows(requests, per, 4 * c.sliding_window, self.device)
-            layer = self.source(1)
+            layer = self.source(ratio)
             q, kw = self.make.normal(rows, heads, width), self.make.rows(rows, width)
             paged, ring = self.paged(storage, layer, "main"), kv_copy.Ring(storage.rings[layer], width, "fp8")
             step = max((storage.num_blocks - 1) * paged.entries // max(topk, 1), 1)
             scattered = self.make.integers(0, step, rows, topk) + step * torch.arange(topk, device=self.device)
             records, main = ((scattered + paged.entries).int(), paged) if entries else (None, None)
-            rest = (main, records, self.make.normal(heads, dtype=torch.float32), width**-0.5, False)
+            rest = (main, records, self.make.normal(heads, dtype=torch.float32), width**-0.5, rounded)
             return lambda: attn_sparse.attend(q, kw, ring, at, c.sliding_window, *rest)
 
         gathered = requests * c.sliding_window * record + rows * topk * entry

@@ -171,7 +171,7 @@ class _Block:
         name, kind = parts[0], parts[-1]
         if name in ("fence", "bar", "griddepcontrol"):  # all threads are in step
             return
-        if name in ("ld", "st", "stmatrix", "wgmma"):
+        if name in ("ld", "st", "ldmatrix", "stmatrix", "mma", "wgmma"):
             getattr(self, f"_{name}")(parts, operands, on)
         elif name == "mov" and "{" in operands[0] + operands[1]:
             self._split_or_join(kind, operands, on)
@@ -238,6 +238,43 @@ class _Block:
             to = rows[:, 8 * tile + row] + 4 * pair
             for byte in range(4):
                 self.shared[to + byte] = (value >> U64(8 * byte)).astype(np.uint8)
+
+    def _ldmatrix(self, parts: list[str], operands: list[str], on: Lanes) -> None:
+        """The same tiles read; turned: lane l gets (2*(l%4), l//4) and the one below it."""
+        rows = self.address(operands[1]).reshape(-1, 32)
+        lane = np.arange(32)
+        for tile, name in enumerate(_names(operands[0])):
+            value = np.zeros(rows.shape, U64)
+            for i in range(2):
+                row, column = (2 * (lane % 4) + i, lane // 4) if "trans" in parts else (lane // 4, 2 * (lane % 4) + i)
+                at = rows[:, 8 * tile + row] + 2 * column
+                half = self.shared[at].astype(U64) | self.shared[at + 1].astype(U64) << U64(8)
+                value |= half << U64(16 * i)
+            self.put(name, value.reshape(-1), on)
+
+    # a warp's products
+
+    def _mma(self, parts: list[str], operands: list[str], on: Lanes) -> None:
+        """m16n8k16 of bf16: lane l has rows l//4 and l//4 + 8 of a and of the sum, and column l//4 of b."""
+        assert "m16n8k16" in parts, parts
+        out, a, b, c = (_names(operand) for operand in operands)
+        lane = np.arange(32)
+        left, right = (
+            np.zeros((self.threads // 32, 16, 16), np.float32),
+            np.zeros((self.threads // 32, 16, 8), np.float32),
+        )
+        for i, name in enumerate(a):
+            for half in range(2):
+                row, column = lane // 4 + i % 2 * 8, i // 2 * 8 + 2 * (lane % 4) + half
+                left[:, row, column] = _bf16(self.get(name) >> U64(16 * half)).reshape(-1, 32)
+        for i, name in enumerate(b):
+            for half in range(2):
+                row = 8 * i + 2 * (lane % 4) + half
+                right[:, row, lane // 4] = _bf16(self.get(name) >> U64(16 * half)).reshape(-1, 32)
+        product = left @ right
+        for i, (name, old) in enumerate(zip(out, c, strict=True)):
+            new = product[:, lane // 4 + i // 2 * 8, 2 * (lane % 4) + i % 2].reshape(-1)
+            self.put(name, _bits(_float(self.get(old)) + new), on)
 
     # warp-group products
 
@@ -407,7 +444,8 @@ def _value(parts: list[str], x: list[Lanes]) -> Lanes:
         return _divide(name, x, kind)
     bits = int(kind[1:])
     if name == "bfe":
-        return _low(x[0], bits) >> x[1] & (U64(1) << x[2]) - U64(1)
+        field, sign = _low(x[0], bits) >> x[1] & (U64(1) << x[2]) - U64(1), U64(1) << (x[2] - U64(1))
+        return _low((field ^ sign) - sign, bits) if kind[0] == "s" else field
     a, b = (_signed(v, bits) if kind[0] == "s" else _low(v, bits) for v in (x[0], x[-1]))
     if name == "setp":
         return _compare(parts[1], a, b)
@@ -417,6 +455,7 @@ def _value(parts: list[str], x: list[Lanes]) -> Lanes:
         "sub": lambda: a - b,
         "max": lambda: np.maximum(a, b),
         "min": lambda: np.minimum(a, b),
+        "neg": lambda: -a,
     }
     return _low(simple[name]().view(U64), bits)
 

@@ -1,4 +1,4 @@
-"""The Hopper form of `attend` without a GPU: its PTX, run on numpy arrays, against the dense softmax in float64.
+"""`attend` as a GPU runs it, without one: its PTX, run on numpy arrays, against the dense softmax in float64.
 
 pytest's own process interprets Triton, so the work is done by this file as a script, in a process of its own:
 
@@ -69,6 +69,8 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is
     ("case", "spans", "rounded"),
     [
         (6, 2, False),
+        (1, 1, True),  # of fewer heads: the kernel for any shape
+        pytest.param(2, 2, False, marks=pytest.mark.slow),
         pytest.param(5, 1, True, marks=pytest.mark.slow),
         pytest.param(5, 3, False, marks=pytest.mark.slow),
         pytest.param(6, 1, False, marks=pytest.mark.slow),

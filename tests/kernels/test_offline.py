@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ PRODUCTS = {  # ops that multiply matrices: of each case one kernel must do so w
     "moe",
 }
 STACK_MOST = {  # bytes a thread, of kernels that may keep anything in memory
-    "attend": 80,  # has all 255 registers there are; some 20 of 1700 instructions for 128 keys move what is left over
+    # has all 255 registers there are. What is left over does not change while it runs: its loop has 1400 instructions
+    # for 128 keys, of which 5 to 17 read such a value back and none stores one
+    "attend": 88,
 }
 QUICK = ("rms_norm 64", "linear wqkv_a 1792x5120 M=16")
 GROUPS = (  # what one process compiles
@@ -73,7 +76,8 @@ def compiled(names: list[str]) -> Iterator[dict[str, Any]]:
         table_rows=4096,
     )
     with pretending(), backends.invariant("--invariant" in names):
-        for case in OnDevice(sizes).all():
+        cases = OnDevice(sizes)
+        for case in chain(cases.all(), attend_variants(cases)):
             if not any(case.op == name or case.name.startswith(name) for name in names):
                 continue
             if case.op not in backends.SERVES["triton"] and case.op in backends.FILES:
@@ -89,6 +93,14 @@ def compiled(names: list[str]) -> Iterator[dict[str, Any]]:
                 yield about | {"error": "no kernel was launched"}
             for kernel in kernels:
                 yield about | {key: value for key, value in kernel._asdict().items() if key != "asm"}
+
+
+def attend_variants(cases: Any) -> Iterator[Any]:
+    """Every form of `attend` that a step can choose: spans and whole rows, with and without entries, both rounds."""
+    for rows, entries, ratio, rounded in product((1, 8, 64), (True, False), (1, 2), (True, False)):
+        if entries or ratio == 1:
+            case = cases.attend(rows, 1, "decode", entries, ratio, rounded)
+            yield replace(case, shape=f"{case.shape}, entries {entries}, ratio {ratio}, rounded {rounded}")
 
 
 # ---- the tests -------------------------------------------------------------------------------------------------------

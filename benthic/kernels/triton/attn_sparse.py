@@ -469,7 +469,7 @@ def _launch(
             **launch(),
         )
     if count > 1:
-        most = max(1, 4096 // width)
+        most = max(1, 2048 // width)
         _merge[(total, triton.cdiv(heads, most))](
             part,
             peaks,

@@ -16,6 +16,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from benthic.kernels.triton.quant import E2M1_PAIRS
+
 # Everywhere below: 512 channels, 64 heads a program, 128 keys a step, of which PART = 32 are unpacked at a time.
 
 _PEAK_START: gl.constexpr = gl.constexpr(-1e30)
@@ -96,31 +98,6 @@ _SHARED_PAIRS: gl.constexpr = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2)
 # channels four apart, which lie 16 bits apart in a word of E2M1 codes. q is brought into this order, the output out of
 # it. NVFP4 keys are 2^-8 of their value, which saves a multiplication: bf16 reads a code's bits in place as the number
 # times 2^-126, and while 2^118 times any scale is a bf16 number, 2^126 times it is not.
-
-# Eight E2M1 codes of a word and their factor, twice in a register -> four pairs. A code's sign goes to bit 15, its
-# magnitude to bits 8..6. Codes 16 bits apart are moved by one multiplication: their bits cannot run into each other.
-_UNPACK_E2M1: gl.constexpr = gl.constexpr("""
-{
-.reg .b32 word, a, b, c, d;
-shr.u32 word, $4, 8;
-and.b32 a, $4, 0x000F000F;
-and.b32 b, $4, 0x00F000F0;
-and.b32 c, word, 0x000F000F;
-and.b32 d, word, 0x00F000F0;
-mul.lo.u32 a, a, 0x1040;
-mul.lo.u32 b, b, 0x0104;
-mul.lo.u32 c, c, 0x1040;
-mul.lo.u32 d, d, 0x0104;
-and.b32 a, a, 0x81C081C0;
-and.b32 b, b, 0x81C081C0;
-and.b32 c, c, 0x81C081C0;
-and.b32 d, d, 0x81C081C0;
-mul.rn.bf16x2 $0, a, $5;
-mul.rn.bf16x2 $1, b, $5;
-mul.rn.bf16x2 $2, c, $5;
-mul.rn.bf16x2 $3, d, $5;
-}
-""")
 
 # Two E4M3 scales -> each times 2^118 as bf16, twice in a register.
 _SPREAD_E4M3: gl.constexpr = gl.constexpr("""
@@ -227,7 +204,7 @@ def _unpack(codes, scales):
     spread = gl.expand_dims(spread, 3).broadcast_to([32, 16, 2, 2])
     spread = gl.convert_layout(gl.reshape(spread, [32, 64]), _CODES, assert_trivial=True)
     a, b, c, d = gl.inline_asm_elementwise(
-        _UNPACK_E2M1, "=&r,=&r,=&r,=&r,r,r", [codes, spread], dtype=(gl.int32,) * 4, is_pure=True, pack=1
+        E2M1_PAIRS, "=&r,=&r,=&r,=&r,r,r", [codes, spread], dtype=(gl.int32,) * 4, is_pure=True, pack=1
     )
     return gl.convert_layout(_four(a, b, c, d), _UNPACKED, assert_trivial=True)
 

@@ -29,63 +29,14 @@ from torch import Tensor
 from benthic.kernels import indexer as plain
 from benthic.kernels import kv_copy
 from benthic.kernels.triton import tuning
-from benthic.kernels.triton.quant import INTERPRETED, bound, narrow, widen
+from benthic.kernels.triton.quant import INTERPRETED, bound, e2m1_values, narrow, widen
 from benthic.kernels.triton.runtime import available as available
 
 SCRATCH_BYTES = 256 << 20
 ROWS_AT_ONCE = 1024  # rows of one launch; a program adds up their tiles at its start
 
-# Eight E2M1 codes and a factor, twice in a register -> bf16 pairs (c0, c4), (c1, c5), (c2, c6), (c3, c7). A code's sign
-# goes to bit 15, its magnitude to bits 8..6, where bf16 reads it as the value times 2^-126. Nibbles 16 bits apart are
-# moved by one multiplication, since they cannot run into each other.
-_UNPACK: tl.constexpr = tl.constexpr("""{
-.reg .b32 high, a, b, c, d;
-shr.u32 high, $4, 8;
-and.b32 a, $4, 0x000F000F;
-and.b32 b, $4, 0x00F000F0;
-and.b32 c, high, 0x000F000F;
-and.b32 d, high, 0x00F000F0;
-mul.lo.u32 a, a, 0x1040;
-mul.lo.u32 b, b, 0x0104;
-mul.lo.u32 c, c, 0x1040;
-mul.lo.u32 d, d, 0x0104;
-and.b32 a, a, 0x81C081C0;
-and.b32 b, b, 0x81C081C0;
-and.b32 c, c, 0x81C081C0;
-and.b32 d, d, 0x81C081C0;
-mul.rn.bf16x2 $0, a, $5;
-mul.rn.bf16x2 $1, b, $5;
-mul.rn.bf16x2 $2, c, $5;
-mul.rn.bf16x2 $3, d, $5;
-}""")
-
 
 # Scores
-
-
-@triton.jit
-def _plain_pair(words, factor, FIRST: tl.constexpr):
-    """Codes FIRST and FIRST+4 of each word times the factor, as two bf16 in a word."""
-    scale = ((factor & 0xFFFF) << 16).to(tl.float32, bitcast=True)
-    low, high = (words >> (4 * FIRST)) & 15, (words >> (4 * FIRST + 16)) & 15
-    low = (((low & 7) << 22) | ((low & 8) << 28)).to(tl.float32, bitcast=True) * scale
-    high = (((high & 7) << 22) | ((high & 8) << 28)).to(tl.float32, bitcast=True) * scale
-    return (low.to(tl.uint32, bitcast=True) >> 16) | (high.to(tl.uint32, bitcast=True) & 0xFFFF0000)
-
-
-@triton.jit
-def _unpack(words, factor):
-    """words, factor uint32 [N, W] -> bf16 [N, W, 2, 2, 2]: code 4*half + 2*b + a of a word at [a, b, half]."""
-    if INTERPRETED:
-        p0, p1 = _plain_pair(words, factor, 0), _plain_pair(words, factor, 1)
-        p2, p3 = _plain_pair(words, factor, 2), _plain_pair(words, factor, 3)
-    else:
-        p0, p1, p2, p3 = tl.inline_asm_elementwise(
-            _UNPACK, "=r,=r,=r,=r,r,r", [words, factor], dtype=(tl.uint32,) * 4, is_pure=True, pack=1
-        )
-    pairs = tl.join(tl.join(p0, p1), tl.join(p2, p3))
-    low = (pairs & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    return tl.join(low, (pairs >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True))
 
 
 @triton.jit
@@ -113,7 +64,7 @@ def _mxfp4_keys(codes_ptr, scales_ptr, KEYS: tl.constexpr, WARPS: tl.constexpr):
     scales = tl.load(scales_ptr).to(tl.uint32, bitcast=True)
     byte = (scales[:, None] >> (word // 4 * 8)[None, :].to(tl.uint32)) & 0xFF
     factor = tl.minimum(byte + 94, 255) * 0x00800080  # 2^(byte - 127 + 126 - 32), as bf16, twice
-    keys = tl.reshape(_unpack(words, factor), (KEYS // (16 * WARPS), 2, WARPS, 8, 4, 4, 2, 2, 2))
+    keys = tl.reshape(e2m1_values(words, factor), (KEYS // (16 * WARPS), 2, WARPS, 8, 4, 4, 2, 2, 2))
     return tl.reshape(tl.permute(keys, (0, 2, 1, 3, 5, 7, 6, 4, 8)), (KEYS, 128))
 
 

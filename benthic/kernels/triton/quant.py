@@ -10,6 +10,7 @@ Device functions take the group as the last axis: x [..., 32] f32 (16 for NVFP4)
     q8(x) -> codes [..., 32] float8e4nv, byte [...] int32        q8_values(x) -> f32
     q4m(x) -> nibbles [..., 32] int32, byte [...] int32          q4m_values(x) -> f32
     q4n(x) -> nibbles [..., 16] int32, scale [...] float8e4nv    q4n_values(x) -> f32
+    e2m1_values(words, factor) -> bf16 [N, W, 2, 2, 2]           eight codes a word; by the instructions of E2M1_PAIRS
     carry_byte(maximum bits) -> byte                 the scale of `quant.carry`, from a row's `magnitude_bits`
     pack(nibbles [R, K]) -> uint8 [R, K/2]           the even channel in the low nibble
 
@@ -196,6 +197,60 @@ def _round_e2m1(y):
     size = (size + shift) - shift
     signed = size.to(tl.int32, bitcast=True) | (y.to(tl.int32, bitcast=True) & -0x80000000)
     return tl.where(y == y, signed.to(tl.float32, bitcast=True), y)
+
+
+# Eight E2M1 codes of a word ($4) and a factor, twice in a register ($5) -> pairs of bf16: codes (0, 4), (1, 5), (2, 6)
+# and (3, 7) times 2^-126 and the factor. A code's sign goes to bit 15, its magnitude to bits 8..6, where bf16 reads it
+# as the value times 2^-126, subnormal or not. Codes 16 bits apart are moved by one multiplication: their bits cannot
+# run into each other.
+E2M1_PAIRS: tl.constexpr = tl.constexpr("""{
+.reg .b32 word, a, b, c, d;
+shr.u32 word, $4, 8;
+and.b32 a, $4, 0x000F000F;
+and.b32 b, $4, 0x00F000F0;
+and.b32 c, word, 0x000F000F;
+and.b32 d, word, 0x00F000F0;
+mul.lo.u32 a, a, 0x1040;
+mul.lo.u32 b, b, 0x0104;
+mul.lo.u32 c, c, 0x1040;
+mul.lo.u32 d, d, 0x0104;
+and.b32 a, a, 0x81C081C0;
+and.b32 b, b, 0x81C081C0;
+and.b32 c, c, 0x81C081C0;
+and.b32 d, d, 0x81C081C0;
+mul.rn.bf16x2 $0, a, $5;
+mul.rn.bf16x2 $1, b, $5;
+mul.rn.bf16x2 $2, c, $5;
+mul.rn.bf16x2 $3, d, $5;
+}""")
+
+
+@triton.jit
+def _plain_pair(words, factor, FIRST: tl.constexpr):
+    """Codes FIRST and FIRST+4 of each word times 2^-126 and the factor, as two bf16 in a word."""
+    scale = ((factor & 0xFFFF) << 16).to(tl.float32, bitcast=True)
+    low, high = (words >> (4 * FIRST)) & 15, (words >> (4 * FIRST + 16)) & 15
+    low = (((low & 7) << 22) | ((low & 8) << 28)).to(tl.float32, bitcast=True) * scale
+    high = (((high & 7) << 22) | ((high & 8) << 28)).to(tl.float32, bitcast=True) * scale
+    return (low.to(tl.uint32, bitcast=True) >> 16) | (high.to(tl.uint32, bitcast=True) & 0xFFFF0000)
+
+
+@triton.jit
+def e2m1_values(words, factor):
+    """Packed words of eight codes, and a bf16 twice in a word: uint32 [N, W] each -> bf16 [N, W, 2, 2, 2].
+
+    Code 4*half + 2*b + a of a word is at [a, b, half], times 2^-126 and the factor.
+    """
+    if INTERPRETED:
+        p0, p1 = _plain_pair(words, factor, 0), _plain_pair(words, factor, 1)
+        p2, p3 = _plain_pair(words, factor, 2), _plain_pair(words, factor, 3)
+    else:
+        p0, p1, p2, p3 = tl.inline_asm_elementwise(
+            E2M1_PAIRS, "=&r,=&r,=&r,=&r,r,r", [words, factor], dtype=(tl.uint32,) * 4, is_pure=True, pack=1
+        )
+    pairs = tl.join(tl.join(p0, p1), tl.join(p2, p3))
+    low = (pairs & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return tl.join(low, (pairs >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True))
 
 
 @triton.jit
