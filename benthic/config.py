@@ -16,7 +16,7 @@ from types import UnionType
 from typing import Any, NamedTuple, get_args, get_type_hints
 
 from benthic.errors import BadConfigFile, BadSetting, UnknownKey
-from benthic.types import NUMERICS
+from benthic.types import MODES, NUMERICS, TRUNCATIONS
 
 PREFIX = "BENTHIC_"
 
@@ -45,6 +45,29 @@ class CacheConfig:
     blocks: int = opt(0, "KV blocks of 128 tokens in the pool; 0: as many as `cache.bytes` holds", low=0)
     bytes: int = opt(
         64 << 20, "room for the pool of KV blocks, bytes; not used when `cache.blocks` is set", low=1 << 16
+    )
+    prefix: bool = opt(True, "what a prompt has in common with earlier ones is not computed again")
+    mode: str = opt(
+        "snapshot",
+        "how a sequence goes on behind a cached prefix. `snapshot`: from a state that was kept there, else as `exact`; "
+        "`exact`: computes so many tokens again that nothing differs from a cold start; `replay`: only one window of "
+        "them, an approximation",
+        choices=MODES,
+    )
+    snapshots: int = opt(
+        32, "states kept at ends of cached blocks for mode `snapshot`, one slot each", low=0, high=65536
+    )
+    replay_rows: int = opt(0, "tokens that mode `replay` computes again; 0: one window", low=0)
+    truncation: str = opt(
+        "halo",
+        "what the layers behind the last KV source skip of a prompt. `halo`: rows that the last one cannot see; `off`: "
+        "nothing; `compact`: all but the last `kept_rows`, an approximation; `mask`: sees the same, skips nothing",
+        choices=TRUNCATIONS,
+    )
+    kept_rows: int = opt(140, "rows that truncations `compact` and `mask` keep of a prompt, at least one window", low=1)
+    eviction: str = opt("s3-fifo", "which idle blocks make room first", choices=("s3-fifo", "lru"))
+    ttl_seconds: float = opt(
+        0.0, "a block that is not hit for so long is not found any more, seconds; 0: no limit", low=0
     )
 
 

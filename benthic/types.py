@@ -192,6 +192,21 @@ class ImageInput:
     patches: object = field(default=None, repr=False, compare=False)  # made by the model family, opaque to the engine
 
 
+MODES = ("snapshot", "exact", "replay")  # how a sequence goes on behind a cached prefix, see `cache.mode`
+TRUNCATIONS = ("halo", "off", "compact", "mask")  # what some layers skip of a prompt, see `cache.truncation`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheOptions:
+    """What a request does with cached prefixes."""
+
+    read: bool = True  # begin with what is cached
+    write: bool = True  # leave blocks for others
+    salt: str = ""  # whoever uses the same one shares a cache, and nobody else does
+    mode: str | None = None  # what is computed again behind a hit; None: the configuration's
+    truncation: str | None = None  # what prompts do not compute; None: the configuration's
+
+
 @dataclass(slots=True)
 class Request:
     """One unit of work for the engine: a prompt, how to sample, and where it stands in the queue.
@@ -206,6 +221,7 @@ class Request:
     priority: int = 0  # smaller runs first; equal: first come, first served
     arrival_seconds: float = 0.0
     images: tuple[ImageInput, ...] = ()  # in the order of their spans
+    cache: CacheOptions = CacheOptions()
 
     @property
     def image_tokens(self) -> int:
@@ -234,6 +250,14 @@ class Chunk:
     slot: int  # state slot: window rings, compressor carry, token history
     blocks: tuple[int, ...]  # block table: block i holds positions 128 i .. 128 i + 127
     branch: int = 0  # which completion of the request
+    # of a sequence that began with a cached prefix, and of prompts whose beginning some layers skip
+    low: int = 0  # no window row is there below this position
+    stored: int = 0  # the blocks hold what belongs to positions below this one; it is not written again
+    keep: int = 0  # layers that store no entries compute positions from this one on
+    masked: bool = False  # they compute all, and see no window rows below `keep`
+    before: tuple[int, ...] | None = (
+        None  # ids before `start`, newest last, for a slot that was not there; None: it was
+    )
 
 
 class Draw(NamedTuple):
@@ -255,9 +279,17 @@ class Score(NamedTuple):
     top: int  # alternatives listed beside each
 
 
+class SlotCopy(NamedTuple):
+    """All state of one slot goes to another one, and a block that is not complete yet to another block."""
+
+    source: int
+    target: int
+    blocks: tuple[int, int] | None = None  # source and target
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: what every rank computes."""
+    """One step: what every rank computes. Copies are made before it, saves after it."""
 
     step: int
     chunks: tuple[Chunk, ...]
@@ -266,6 +298,8 @@ class StepPlan:
     over: tuple[int, ...] = ()  # requests whose image rows no step needs any more; let go of before anything else
     # (request, its images to come) whose rows are made now; a step that fails leaves none of them
     images: tuple[tuple[int, tuple[ImageInput, ...]], ...] = ()
+    copies: tuple[SlotCopy, ...] = ()
+    saves: tuple[SlotCopy, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -302,6 +336,8 @@ class Usage(NamedTuple):
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0  # of the prompt, found in the cache; those computed again for their windows count too
+    miss: Miss | None = None  # why not more of it was found; None: all that could be was
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from benthic.cache.blocks import BlockPool, SlotPool
 from benthic.cache.eviction import POLICIES
 from benthic.cache.prefix import Key, Node, PrefixIndex
+from benthic.cache.snapshots import Snapshots
 from benthic.cache.spec import BLOCK_TOKENS, blocks_for
 from benthic.types import Miss
 
@@ -50,18 +51,21 @@ class CacheManager:
         prefix: bool = False,
         eviction: str = "s3-fifo",
         ttl_seconds: float = 0.0,
+        snapshots: int = 0,
     ):
         """num_blocks and num_slots count the reserved number 0.
 
         prefix       complete blocks are kept when their sequence ends, and found by the next that begins alike.
         eviction     which of them go first: a name in `eviction.POLICIES`.
         ttl_seconds  see `PrefixIndex`.
+        snapshots    states kept of cached prefixes, in the slots from num_slots on.
         """
         self.block_tokens = block_tokens
         self.blocks = BlockPool(num_blocks)
         self.slots = SlotPool(num_slots)
         usable = self.blocks.usable
         self.prefix = PrefixIndex(POLICIES[eviction](usable), usable, ttl_seconds) if prefix else None
+        self.snapshots = Snapshots(range(num_slots, num_slots + snapshots))
         self.evictions = 0
         self._pins: list[Pin] = []
 
@@ -119,6 +123,10 @@ class CacheManager:
         """Is a block with this key being computed by some lease?"""
         return self.prefix is not None and self.prefix.in_flight(key)
 
+    def seen_elsewhere(self, ids: Sequence[int], root: Key) -> bool:
+        """Did this first block of ids come before under another root?"""
+        return self.prefix is not None and self.prefix.seen_elsewhere(ids, root)
+
     def idle_blocks(self, match: Match) -> int:
         """How many blocks fewer are free once `match` is attached."""
         return sum(not self.blocks.references[node.block] for node in match.nodes)
@@ -159,6 +167,19 @@ class CacheManager:
         if not lease.table:
             lease.table = tuple(lease.blocks)
 
+    def fork(self, lease: Lease, source: Lease, tokens: int) -> tuple[int, int] | None:
+        """The lease, still empty, shares the source's whole blocks of `tokens` positions. Of one that is not whole it
+        gets its own: returns both, for the copy. There must be a free block for it."""
+        whole, rest = divmod(tokens, self.block_tokens)
+        self.blocks.share(source.blocks[:whole])
+        self._append(lease, source.blocks[:whole])
+        lease.cached = min(source.cached, whole)
+        if not rest:
+            return None
+        grown = self.grow(lease, tokens)
+        assert grown, "no block is free for the end of the prompt"
+        return source.blocks[whole], lease.blocks[whole]
+
     # ---- pins --------------------------------------------------------------------------------------------------------
 
     def pin(self, keys: Sequence[Key], now: float, until: float) -> Pin:
@@ -175,6 +196,11 @@ class CacheManager:
             self._pins.remove(pin)
             self._let_go(pin.blocks)
             pin.blocks = []
+
+    @property
+    def pinned(self) -> list[int]:
+        """Blocks held by pins, once for each."""
+        return [block for pin in self._pins for block in pin.blocks]
 
     def tick(self, now: float) -> None:
         """End the pins whose time is over."""

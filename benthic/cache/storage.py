@@ -32,21 +32,24 @@ class Storage:
         rollback: int = 0,
         block_tokens: int = BLOCK_TOKENS,
         table_blocks: int | None = None,
+        states: int = 0,
     ):
         """num_blocks and num_slots count the reserved number 0.
 
         rollback      tokens a step may take back.
         table_blocks  most blocks of one sequence; None: all there are.
+        states        slots from num_slots on, for states that are kept and never run.
 
         Raises OutOfMemory, before any of it is used.
         """
         self.spec, self.device = spec, torch.device(device)
         self.num_blocks, self.num_slots, self.block_tokens = num_blocks, num_slots, block_tokens
+        self.states = states
         self.layout = block_layout(spec.append, block_tokens)
         self.slot_layout = slot_layout(spec, rollback)
         self.ring_layouts = {ring.layer: ring for ring in self.slot_layout.rings}
         self.table_blocks = max(num_blocks - 1, 1) if table_blocks is None else table_blocks
-        self.bytes = num_blocks * self.layout.block_bytes + num_slots * self.slot_layout.slot_bytes
+        self.bytes = num_blocks * self.layout.block_bytes + (num_slots + states) * self.slot_layout.slot_bytes
         try:
             self._carve()
         except (torch.OutOfMemoryError, MemoryError) as error:
@@ -59,7 +62,7 @@ class Storage:
             ) from error
 
     def _carve(self) -> None:
-        slots, device = self.num_slots, self.device
+        slots, device = self.num_slots + self.states, self.device
         self.pool = torch.zeros(self.num_blocks, self.layout.block_bytes, dtype=torch.uint8, device=device)
         self.rings: dict[int, Tensor] = {
             ring.layer: torch.zeros(slots, ring.rows, ring.record_bytes, dtype=torch.uint8, device=device)
@@ -72,6 +75,13 @@ class Storage:
         self.history = torch.full((slots, self.spec.history_ids), -1, dtype=torch.int64, device=device)
         self.tables = torch.zeros(slots, self.table_blocks, dtype=torch.int32, device=device)
         self.last_token = torch.zeros(slots, dtype=torch.int64, device=device)
+
+    def copy(self, source: int, target: int, blocks: tuple[int, int] | None = None) -> None:
+        """All state of slot `source` to slot `target`, and one block to another."""
+        for part in (*self.rings.values(), *self.carry.values(), self.history, self.last_token):
+            part[target].copy_(part[source])
+        if blocks is not None:
+            self.pool[blocks[1]].copy_(self.pool[blocks[0]])
 
     def poison(self) -> None:
         """Fill everything with patterns that read as NaN, so that a test sees who reads what nobody wrote."""

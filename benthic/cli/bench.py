@@ -102,6 +102,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--needles", type=_count, default=16, help="prompts of each length with a code to find (default 16)"
     )
     accuracy.set_defaults(run_bench=_numerics)
+    cache = benches.add_parser("cache", help="what prefix hits cost and are worth", allow_abbrev=False)
+    cache.add_argument("--part", metavar="NAME,NAME", help="of keys, eviction, hits, agents, modes (default: all)")
+    cache.add_argument("--prompt", type=_count, default=4000, help="tokens of the prompt that is hit (default 4000)")
+    cache.add_argument("--agents", type=_count, default=8, help="agents of the trace (default 8)")
+    cache.add_argument("--turns", type=_count, default=8, help="turns of each (default 8)")
+    cache.add_argument("--repeats", type=_count, default=5, help="runs of each kind, the median counts (default 5)")
+    cache.add_argument(
+        "--data", type=Path, metavar="FILE", help="held-out documents as in eval, for what approximate modes change"
+    )
+    cache.add_argument("--documents", type=_count, default=48, help="prompts made of them (default 48)")
+    cache.set_defaults(run_bench=_cache)
     kernel = benches.add_parser("kernel", help="every kernel against the hardware's bound", allow_abbrev=False)
     kernel.add_argument("--op", metavar="NAME", help="only cases whose op or row has this in its name")
     kernel.set_defaults(run_bench=_kernel)
@@ -229,6 +240,34 @@ def _eval(args: argparse.Namespace) -> int:
 
         found = evaluation.run(settings, options, progress)
     return _finish(args, settings, found, _eval_text)
+
+
+def _cache(args: argparse.Namespace) -> int:
+    settings = config.from_arguments(args)
+    from benthic.bench import cache, report
+
+    parts = tuple(part.strip() for part in args.part.split(",")) if args.part else cache.PARTS
+    if unknown := set(parts) - set(cache.PARTS):
+        raise BenchError("cache", f"no part {', '.join(sorted(unknown))}; there are {', '.join(cache.PARTS)}")
+    if args.part is None and args.data is None:
+        parts = tuple(part for part in parts if part != "modes")
+        _say("without --data the part `modes` is left out")
+    options = cache.Options(
+        parts=parts,
+        prompt=args.prompt,
+        repeats=max(args.repeats, 1),
+        agents=max(args.agents, 1),
+        turns=max(args.turns, 1),
+        documents=args.documents,
+        data=args.data,
+        seed=args.seed,
+    )
+    found = cache.run(settings, options, _say)
+    name = f"cache-{Path(settings.model).name}-{settings.numerics}" + (f"-{'-'.join(parts)}" if args.part else "")
+    shown = _show(args, found, name, report.table(found["measures"]))
+    if "eviction" in parts and not args.no_save:
+        cache.plot_eviction(found["measures"], Path(args.out) / report.slug(found["hardware"]) / f"{name}.png")
+    return shown
 
 
 def _numerics(args: argparse.Namespace) -> int:

@@ -6,7 +6,8 @@ device already has (each slot's block table, last ids, last drawn token) stays t
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from dataclasses import replace
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 from benthic.cache.storage import Storage
 from benthic.kernels.kv_copy import Rows
 from benthic.kernels.rows import begin_rows
-from benthic.models.base import Batch
+from benthic.models.base import Batch, Tail
 from benthic.types import Chunk, Draw, ImageInput, SamplingParams, StepPlan
 
 
@@ -66,12 +67,15 @@ def _embeds(places: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def build(plan: StepPlan, storage: Storage, placement: Placement | None = None) -> Batch:
-    """The step's batch, described by the host. Reads `storage.history`; writes nothing.
+    """The step's batch, described by the host. Reads `storage.history`, and writes it for slots that begin anew.
 
     Cost: a few tensor operations, whatever the number of chunks.
     """
-    chunks = plan.chunks
-    device = storage.device
+    chunks, device = plan.chunks, storage.device
+    anew, ids_before = new_histories(chunks, storage.history.shape[1])
+    if anew:
+        known = torch.tensor(ids_before, dtype=torch.int64).reshape(len(anew), -1)
+        storage.history[torch.tensor(anew).to(device)] = known.to(device)
     starts = [0]
     rows = 0
     for chunk in chunks:
@@ -101,7 +105,7 @@ def build(plan: StepPlan, storage: Storage, placement: Placement | None = None) 
     images = embeds = None
     if placement is not None:
         images, embeds = _embeds(torch.from_numpy(placement.places).to(device), placement.rows)
-    return Batch(
+    batch = Batch(
         ids=token_ids,
         positions=positions,
         history=history,
@@ -113,6 +117,83 @@ def build(plan: StepPlan, storage: Storage, placement: Placement | None = None) 
         tables=tuple([chunk.blocks for chunk in chunks]),
         logit_rows=wanted,
     )
+    if not any([chunk.low or chunk.stored or chunk.keep for chunk in chunks]):
+        return batch
+    return replace(
+        batch,
+        lows=tuple([chunk.low for chunk in chunks]),
+        stored=tuple([chunk.stored for chunk in chunks]),
+        tail=_tail(batch, chunks),
+    )
+
+
+class Kept(NamedTuple):
+    """Rows that the layers behind the last source compute: runs of a chunk's rows, in the order of the step."""
+
+    chunks: list[int]  # whose rows
+    starts: list[int]  # first row of each run, counted in the step
+    firsts: list[int]  # its position
+    lengths: list[int]
+    lows: list[int]
+    offsets: list[int]  # for each chunk of the step, kept rows before it
+
+
+def kept_rows(chunks: Sequence[Chunk]) -> Kept | None:
+    """None: all rows, seeing all they would. A masked chunk is two runs: the first one's outputs nobody reads."""
+    if not any([chunk.keep for chunk in chunks]):
+        return None
+    kept, row, count = Kept([], [], [], [], [], []), 0, 0
+    for c, chunk in enumerate(chunks):
+        end = chunk.start + len(chunk.tokens)
+        cut = min(max(chunk.keep, chunk.start), end)
+        low = max(chunk.low, chunk.keep)
+        runs = [(chunk.start, cut, chunk.low)] if chunk.masked and cut > chunk.start else []
+        runs += [(cut, end, low)] if end > cut else []
+        kept.offsets.append(count)
+        for first, last, lowest in runs:
+            kept.chunks.append(c)
+            kept.starts.append(row + first - chunk.start)
+            kept.firsts.append(first)
+            kept.lengths.append(last - first)
+            kept.lows.append(lowest)
+            count += last - first
+        row += len(chunk.tokens)
+    return kept
+
+
+def _tail(batch: Batch, chunks: Sequence[Chunk]) -> Tail | None:
+    kept = kept_rows(chunks)
+    if kept is None:
+        return None
+    device = batch.ids.device
+    starts = [0, *accumulate(kept.lengths)]
+    numbers = [range(start, start + length) for start, length in zip(kept.starts, kept.lengths, strict=True)]
+    rows = torch.tensor(list(chain.from_iterable(numbers)), dtype=torch.int64).to(device, non_blocking=True)
+    ends = {c: end - 1 for c, end in zip(kept.chunks, starts[1:], strict=True)}  # of a chunk's last run
+    tail = replace(
+        batch,
+        ids=batch.ids[rows],
+        positions=batch.positions[rows],
+        history=batch.history[rows],
+        images=None if batch.images is None else batch.images[rows],
+        embeds=None,
+        starts=tuple(starts),
+        firsts=tuple(kept.firsts),
+        slots=tuple([chunks[c].slot for c in kept.chunks]),
+        tables=tuple([chunks[c].blocks for c in kept.chunks]),
+        logit_rows=torch.tensor([ends[c] for c, chunk in enumerate(chunks) if chunk.sample], dtype=torch.int64).to(
+            device
+        ),
+        lows=tuple(kept.lows),
+    )
+    return Tail(rows, tail, tuple(kept.offsets))
+
+
+def new_histories(chunks: Sequence[Chunk], n: int) -> tuple[list[int], list[int]]:
+    """Slots whose sequence begins in its middle, and the n ids before it, latest first, one slot after another."""
+    anew = [chunk for chunk in chunks if chunk.before is not None]
+    ids = [(*reversed(chunk.before or ()), *(-1,) * n)[:n] for chunk in anew]
+    return [chunk.slot for chunk in anew], list(chain.from_iterable(ids))
 
 
 def _history(ids: Tensor, positions: Tensor, of_row: Tensor, storage: Storage) -> Tensor:
@@ -229,6 +310,9 @@ class Uploads:
         settings = self._settings_of([slots[i] for i in drawn], plan.draws)
         position = np.arange(count) - start_of + first_of
         places = np.zeros(0, dtype=np.int64) if placement is None else placement.places
+        limits = [(chunk.low, chunk.stored) for chunk in chunks]
+        limited = [np.repeat(column, lengths) for column in zip(*limits, strict=True)] if any(map(any, limits)) else []
+        kept = kept_rows(chunks)
         sent = self._send(
             ids,
             position,
@@ -240,9 +324,16 @@ class Uploads:
             places,
             *settings,
             *self._table_changes(chunks),
+            *new_histories(chunks, storage.history.shape[1]),
+            *limited,
+            *([] if kept is None else _kept_columns(kept, drawn)),
         )
         token_ids, positions, row_slots, row_firsts, row_starts, last, logit_rows, row_places = sent[:8]
-        _write_tables(storage, *sent[-2:])
+        drawing, sent = sent[8 : 8 + _SETTINGS], sent[8 + _SETTINGS :]
+        _write_tables(storage, *sent[:2])
+        if sent[2].shape[0]:
+            storage.history[sent[2]] = sent[3].view(sent[2].shape[0], -1)
+        lows, floors = sent[4:6] if limited else (None, None)
         token_ids = _known(token_ids, row_slots, storage)
         images, embeds = (None, None) if placement is None else _embeds(row_places, placement.rows)
         batch = Batch(
@@ -256,9 +347,12 @@ class Uploads:
             slots=tuple(slots),
             tables=tuple([chunk.blocks for chunk in chunks]),
             logit_rows=logit_rows,
-            rows=Rows(row_slots, positions, row_firsts, row_starts),
+            rows=Rows(row_slots, positions, row_firsts, row_starts, lows),
+            floors=floors,
         )
-        draws = Draws(row_slots[logit_rows], positions[logit_rows] + 1, *_as_settings(sent[8:-2]))
+        draws = Draws(row_slots[logit_rows], positions[logit_rows] + 1, *_as_settings(drawing))
+        if kept is not None:
+            batch = replace(batch, tail=_device_tail(batch, chunks, kept, *sent[-5:]))
         return Step(batch, last, draws)
 
     def _table_changes(self, chunks: Sequence[Chunk]) -> tuple[list[int], list[int]]:
@@ -318,6 +412,48 @@ class Uploads:
         target = torch.empty(at, dtype=torch.int64, device=self.storage.device)
         self._copy(target)
         return target.split(sizes)
+
+
+def _kept_columns(kept: Kept, drawn: Sequence[int]) -> list[np.ndarray]:
+    """Of each kept row: its number in the step, position and number of its run's first row, lowest position. Then the
+    numbers, among the kept rows, of those that are drawn from."""
+    lengths = np.array(kept.lengths, dtype=np.int64)
+    ends = lengths.cumsum()
+    starts = np.repeat(ends - lengths, lengths)
+    numbers = np.repeat(kept.starts, lengths) + np.arange(len(starts)) - starts
+    last = dict(zip(kept.chunks, ends.tolist(), strict=True))
+    wanted = np.array([last[c] - 1 for c in drawn], dtype=np.int64)
+    return [numbers, np.repeat(kept.firsts, lengths), starts, np.repeat(kept.lows, lengths), wanted]
+
+
+def _device_tail(
+    batch: Batch,
+    chunks: Sequence[Chunk],
+    kept: Kept,
+    numbers: Tensor,
+    firsts: Tensor,
+    starts: Tensor,
+    lows: Tensor,
+    logit_rows: Tensor,
+) -> Tail:
+    assert batch.rows is not None
+    positions = batch.positions[numbers]
+    tail = replace(
+        batch,
+        ids=batch.ids[numbers],
+        positions=positions,
+        history=batch.history[numbers],
+        images=None if batch.images is None else batch.images[numbers],
+        embeds=None,
+        starts=(0, *accumulate(kept.lengths)),
+        firsts=tuple(kept.firsts),
+        slots=tuple([chunks[c].slot for c in kept.chunks]),
+        tables=tuple([chunks[c].blocks for c in kept.chunks]),
+        logit_rows=logit_rows,
+        rows=Rows(batch.rows.slots[numbers], positions, firsts, starts, lows),
+        floors=None,  # nothing is stored behind the last source
+    )
+    return Tail(numbers, tail, tuple(kept.offsets))
 
 
 def unpack(columns: Tensor, storage: Storage) -> Step:

@@ -28,7 +28,7 @@ from benthic.engine.graphs import NotCapturable, sizes
 from benthic.engine.loop import Loop
 from benthic.engine.runner import Model, Runner
 from benthic.engine.sampler import Sampler
-from benthic.engine.scheduler import Scheduler, branch_seed
+from benthic.engine.scheduler import Prefixes, Scheduler, branch_seed
 from benthic.errors import (
     BadConfigKey,
     BadField,
@@ -306,7 +306,7 @@ class _Session:
         return Completion(
             self.requests[id].prompt,
             tuple(stream.done for stream in streams if stream.done is not None),
-            Usage(streams[0].usage.prompt_tokens, sum(stream.usage.completion_tokens for stream in streams)),
+            streams[0].usage._replace(completion_tokens=sum(stream.usage.completion_tokens for stream in streams)),
             tuple(self.prompt_logprobs[id]),
         )
 
@@ -659,11 +659,18 @@ class LLM:
 
 
 def build_loop(
-    model: Model, config: Config, device: torch.device, *, eos_ids: Sequence[int] = (), never: Sequence[int] = ()
+    model: Model,
+    config: Config,
+    device: torch.device,
+    *,
+    eos_ids: Sequence[int] = (),
+    never: Sequence[int] = (),
+    namespace: bytes = b"",
 ) -> Loop:
     """Scheduler, cache, sampler and runner around a model, sized by the configuration.
 
-    never  token ids that no request may produce.
+    never      token ids that no request may produce.
+    namespace  what else than the model's numbers decides what a block of tokens holds, see `cache/prefix.py`.
     """
     limit = config.scheduler.max_context_tokens or model.max_positions
     if limit > model.max_positions:
@@ -679,14 +686,24 @@ def build_loop(
         raise BadSetting("cache.bytes", config.cache.bytes, want, "configuration")
     slots = config.scheduler.max_running
     longest = min(blocks_for(limit), blocks)
-    storage = Storage(model.cache_spec, blocks + 1, slots + 1, device, table_blocks=longest)
+    states = config.cache.snapshots if config.cache.prefix and config.cache.mode == "snapshot" else 0
+    storage = Storage(model.cache_spec, blocks + 1, slots + 1, device, table_blocks=longest, states=states)
+    cache = CacheManager(
+        blocks + 1,
+        slots + 1,
+        prefix=config.cache.prefix,
+        eviction=config.cache.eviction,
+        ttl_seconds=config.cache.ttl_seconds,
+        snapshots=states,
+    )
     scheduler = Scheduler(
-        CacheManager(blocks + 1, slots + 1),
+        cache,
         token_budget=config.scheduler.token_budget,
         max_context_tokens=limit,
         vocab_size=model.vocab_size,
         eos_ids=eos_ids,
         image_tokens=config.scheduler.image_tokens,
+        prefixes=_prefixes(model, config, namespace),
     )
     sampler = Sampler(model.vocab_size, device, never)
     runner = Runner(model, storage, sampler, deterministic=config.gpu.deterministic)
@@ -726,6 +743,22 @@ def _compile(runner: Runner, token_budget: int) -> None:
 
         for failure in warm.build(jobs, done=progress):
             log.warning("kernel does not compile", extra={"kernel": failure.job.kernel, "error": failure.error})
+
+
+def _prefixes(model: Model, config: Config, namespace: bytes) -> Prefixes:
+    """How the engine treats cached prefixes. Also without a cache prompts need not be computed whole."""
+    cache, windows = config.cache, model.windows
+    for key, rows in (("cache.kept_rows", cache.kept_rows), ("cache.replay_rows", cache.replay_rows)):
+        if 0 < rows < windows.tokens:
+            raise BadSetting(key, rows, f"at least the model's window of {windows.tokens} tokens", "configuration")
+    return Prefixes(
+        windows=windows,
+        namespace=namespace,
+        mode=cache.mode,
+        truncation=cache.truncation,
+        replay_rows=cache.replay_rows,
+        kept_rows=cache.kept_rows,
+    )
 
 
 def _capture(runner: Runner) -> bool:

@@ -1,9 +1,9 @@
 """The heartbeat: receive, plan, run, commit, emit. One step at a time; the caller decides when."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import NamedTuple, Protocol
 
 from benthic import metrics
@@ -64,8 +64,9 @@ class StepTimes(NamedTuple):
 class Loop:
     """The synchronous loop."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runs):
-        self.scheduler, self.runner = scheduler, runner
+    def __init__(self, scheduler: Scheduler, runner: Runs, clock: Callable[[], float] = monotonic):
+        """clock: seconds that only go forward, for what lives a certain time."""
+        self.scheduler, self.runner, self.clock = scheduler, runner, clock
         self.inbox, self.outbox = Inbox(), Outbox()
         self.times: deque[StepTimes] = deque(maxlen=_STEPS_KEPT)  # the last steps, newest last
         self._preemptions = 0  # of the scheduler, as far as they are counted
@@ -84,6 +85,7 @@ class Loop:
     def step(self) -> None:
         """One step. If the runner raises, the step's sequences wait to be computed again and the error goes on."""
         begun = perf_counter()
+        self.scheduler.now = self.clock()
         self.scheduler.admit(self.inbox.drain())
         plan = self.scheduler.plan()
         planned = perf_counter()

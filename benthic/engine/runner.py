@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from benthic import metrics
+from benthic.cache.replay import Windows
 from benthic.cache.spec import CacheSpec, blocks_for
 from benthic.cache.storage import Storage
 from benthic.engine import batch as batches
@@ -41,6 +42,8 @@ class Model(Protocol):
     def image_token_id(self) -> int | None: ...  # None: it reads text only
     def image_tokens(self, width: int, height: int) -> int: ...  # of an image of so many pixels; raises NoVision
     def read_image(self, source: bytes, longest: int | None, where: str) -> object: ...  # for `image_rows`
+    @property
+    def windows(self) -> Windows: ...
     def memory(self, storage: Storage, batch: Batch) -> Memory: ...
     def forward(self, batch: Batch, memory: Memory) -> Forward: ...
     def logits(self, hidden: Tensor) -> Tensor: ...  # [R, D] -> f32 [R, V]
@@ -116,9 +119,10 @@ class Runner:
             for length in lengths:
                 blocks = tuple(range(1, 1 + blocks_for(length, storage.block_tokens)))
                 if len(blocks) < min(storage.num_blocks, storage.table_blocks + 1):
-                    chunk = Chunk(0, 0, (0,) * length, 0, True, 1, blocks)
                     draw = Draw(SamplingParams(temperature=0.0), 0, length, (), None, 0)
-                    self._compute(uploads.step(StepPlan(0, (chunk,), (draw,))))
+                    for keep in (0, length // 2):  # whole, and with a beginning that some layers skip
+                        chunk = Chunk(0, 0, (0,) * length, 0, True, 1, blocks, keep=keep)
+                        self._compute(uploads.step(StepPlan(0, (chunk,), (draw,))))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -128,6 +132,15 @@ class Runner:
         if not plan.chunks:
             self.forward_seconds = self.sample_seconds = 0.0
             return StepResult([])
+        for copy in plan.copies:
+            self.storage.copy(*copy)
+        try:
+            return self._run(plan)
+        finally:
+            for save in plan.saves:  # of a step that failed, nobody will ask for it
+                self.storage.copy(*save)
+
+    def _run(self, plan: StepPlan) -> StepResult:
         with backends.invariant(self.deterministic):
             try:
                 for request, images in plan.images:
@@ -168,7 +181,7 @@ class Runner:
         if not plan.draws:
             self.forward_seconds, self.sample_seconds = perf_counter() - started, 0.0
             return StepResult([], scores=scores)
-        rows = hidden if len(plan.draws) == hidden.shape[0] else hidden[batch.logit_rows]
+        rows = hidden if len(plan.draws) == hidden.shape[0] else hidden[batch.outputs.logit_rows]
         logits = self.model.logits(rows)  # [R, V]
         computed = perf_counter()
         sampled = self.sampler(logits, plan.draws, [chunk.request for chunk in plan.chunks if chunk.sample])
@@ -181,7 +194,8 @@ class Runner:
         started = perf_counter()
         chunks, graphs, scores = plan.chunks, self._graphs, {}
         placement = batches.place(chunks, self._images)
-        decodes = not plan.scores and placement is None and plan.tokens == len(chunks)
+        one_each = all([len(chunk.tokens) == 1 and chunk.before is None for chunk in chunks])
+        decodes = one_each and not plan.scores and placement is None
         size = graphs.size(len(chunks)) if graphs is not None and decodes else None
         if graphs is not None and size is not None:
             uploads.decode(plan, graphs.columns(size))
@@ -209,7 +223,7 @@ class Runner:
         """The whole step on the device: backbone, head, draw, and what the next step may ask for."""
         batch, storage = step.batch, self.storage
         hidden = self.model.forward(batch, self.model.memory(storage, batch)).hidden  # [T, D]
-        rows = hidden if step.last is None else hidden[batch.logit_rows]
+        rows = hidden if step.last is None else hidden[batch.outputs.logit_rows]
         if not rows.shape[0]:
             batches.finish(step, storage, None)
             none = torch.zeros(2, 0, dtype=torch.int64, device=hidden.device)
@@ -230,7 +244,7 @@ class Runner:
     def _scores(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> dict[int, tuple[TokenLogprobs, ...]]:
         scores: dict[int, tuple[TokenLogprobs, ...]] = {}
         for index, score in plan.scores:
-            first = batch.starts[index] + score.first
+            first = (batch.starts if batch.tail is None else batch.tail.starts)[index] + score.first
             entries: list[TokenLogprobs] = []
             for at in range(0, len(score.targets), _SCORE_ROWS):
                 targets = score.targets[at : at + _SCORE_ROWS]

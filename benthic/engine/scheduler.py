@@ -14,6 +14,11 @@ seed and position only, so a preempted sequence goes on as if nothing had happen
 A waiting sequence is admitted when the pool holds all its tokens, all that running prefills still need, and one block
 for each sequence that may grow; when nothing runs, it is admitted at once.
 
+It begins behind the longest prefix that is cached (`cache/prefix.py`), some tokens earlier than that, for its windows
+(`cache/replay.py`). Where a running sequence is computing the next block it could have found, it waits for that, and
+others may pass. Branches of one request share its prompt: as soon as one has computed it, the others go on from a copy
+of its state.
+
 Images. A plan names the requests whose image rows have to be made in its step, all that a request still has to compute
 at once, before the first of them is computed. The rows stay while a running sequence of the request has image tokens to
 compute; the next plan says that they are over. A preempted sequence has its rows made again. Since rows belong to
@@ -23,10 +28,16 @@ running sequences alone, `image_tokens` bounds them, and whoever waits for room 
 import heapq
 from array import array
 from bisect import insort
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 
-from benthic.cache.manager import CacheManager, Lease
+from benthic.cache import prefix
+from benthic.cache.manager import CacheManager, Lease, Match
+from benthic.cache.prefix import Key
+from benthic.cache.replay import Windows
 from benthic.errors import (
     BadField,
     BenthicError,
@@ -37,18 +48,24 @@ from benthic.errors import (
     TokenOutOfRange,
 )
 from benthic.types import (
+    MODES,
+    TRUNCATIONS,
     Abort,
     Chunk,
     Draw,
     FinishReason,
     ImageInput,
+    Miss,
     Request,
     Score,
+    SlotCopy,
     StepPlan,
     StepResult,
     TokenEvent,
     Usage,
 )
+
+HISTORY_IDS = 16  # ids before a sequence's first row that a model may want to know
 
 _MASK = 2**64 - 1
 
@@ -63,28 +80,68 @@ def branch_seed(seed: int, branch: int) -> int:
     return (x ^ (x >> 31)) >> 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefixes:
+    """How the engine treats cached prefixes: its model's windows, and the defaults of `types.CacheOptions`."""
+
+    windows: Windows
+    namespace: bytes = b""
+    mode: str = "replay"
+    truncation: str = "halo"
+    replay_rows: int = 0  # 0: one window
+    kept_rows: int = 0  # of truncations "compact" and "mask"; 0: one window
+
+    def root(self, salt: str, mode: str) -> Key:
+        """Blocks behind an approximate replay are found only by those who accept one."""
+        kind = b"replayed" if mode == "replay" else b"exact"
+        return prefix.root(prefix.namespace(self.namespace, kind), salt.encode())
+
+
+def _images_in(images: Sequence[ImageInput], size: int, first: int, block: int) -> bytes:
+    """What else than ids decides what block `first + block` of `size` tokens holds: the images whose spans reach it."""
+    start = (first + block) * size
+    there = [i for i in images if i.first < start + size and i.first + i.tokens > start]
+    if not there:
+        return b""
+    parts = [part for i in there for part in (i.digest.encode(), f"{i.first - start} {i.tokens}".encode())]
+    return prefix.namespace(*parts)
+
+
 class Branch:
     """One completion of a request: its tokens, how many of them the cache holds, and what it holds there."""
 
     __slots__ = (
         "blocked",
+        "cache",
+        "checkpoint",
         "computed",
         "context",
+        "copy",
         "ended",
         "ends",
+        "fresh",
+        "hit",
         "images",
         "images_end",
         "in_flight",
         "index",
+        "keep",
+        "keys",
         "lease",
         "limit",
+        "low",
+        "miss",
+        "mode",
         "params",
         "prompt_tokens",
         "rank",
         "request",
+        "root",
         "scored",
         "seed",
+        "stored",
         "tokens",
+        "truncation",
     )
 
     def __init__(self, request: Request, index: int, order: int, ends: frozenset[int], limit: int):
@@ -109,6 +166,21 @@ class Branch:
         self.lease: Lease | None = None
         self.in_flight = False  # part of the step that is running
         self.ended = False
+        # what it found in the cache, and how it goes on from there
+        self.cache, self.mode, self.truncation = request.cache, "", "off"
+        self.root: Key = b""
+        self.keys: list[Key] = []  # of its complete blocks, as far as somebody asked
+        self.hit = 0  # prompt tokens found when it began
+        self.miss: Miss | None = None  # and why not more
+        self.low = self.stored = self.keep = 0  # as in `types.Chunk`
+        self.fresh = False  # its slot does not know the ids before `computed`
+        self.copy: SlotCopy | None = None  # where its state comes from, before its first step
+        self.checkpoint = 0  # a chunk ends here, so that its state can be kept
+
+    @property
+    def keeps_states(self) -> bool:
+        """Are its states kept at the ends of blocks? Only whole ones are: no layer may have skipped what they show."""
+        return self.mode == "snapshot" and self.cache.write and self.truncation in ("off", "halo")
 
     @property
     def output_tokens(self) -> int:
@@ -127,6 +199,7 @@ class Scheduler:
         vocab_size: int,
         eos_ids: Sequence[int] = (),
         image_tokens: int = 131072,
+        prefixes: Prefixes | None = None,
     ):
         """As many sequences run as the cache has slots.
 
@@ -142,12 +215,16 @@ class Scheduler:
         self.cache, self.token_budget, self.vocab_size = cache, token_budget, vocab_size
         self.max_context_tokens, self.image_tokens = max_context_tokens, image_tokens
         self.eos_ids = frozenset(eos_ids)
+        self.prefixes = prefixes
+        self.now = 0.0  # seconds on the loop's clock, set before each step
         self.running: list[Branch] = []  # best rank first
         self.preemptions = 0
         self._waiting: list[tuple[tuple[int, int, int], Branch]] = []  # a heap; ended ones are skipped when met
         self._num_waiting = 0
         self._live: dict[int, list[Branch]] = {}  # request id -> branches that have not ended
         self._flight: list[Branch] = []  # branch of each chunk of the step that is running
+        self._saved: list[tuple[Key, int]] = []  # states that it keeps
+        self._parked: list[Branch] = []  # ended ones whose state their siblings want
         self._events: list[TokenEvent] = []  # to go out with the next commit
         self._rows_of: dict[int, int] = {}  # requests whose image rows the runner keeps -> of how many images, the last
         self._rows_over: set[int] = set()  # what a failed step was told to let go of; the next one is told again
@@ -192,6 +269,11 @@ class Scheduler:
         if request.image_tokens > self.image_tokens:
             raise CapacityError("image tokens", request.image_tokens, self.image_tokens, "scheduler.image_tokens")
         most = min(len(prompt) + params.max_tokens - 1, self.max_context_tokens)  # the last token is not computed
+        options = request.cache
+        if options.mode not in (None, *MODES):
+            raise BadField("cache.mode", options.mode, f"one of {', '.join(MODES)}")
+        if options.truncation not in (None, *TRUNCATIONS):
+            raise BadField("cache.truncation", options.truncation, f"one of {', '.join(TRUNCATIONS)}")
         need = self.cache.blocks_for(most)
         if need > self.cache.blocks.usable:
             raise CapacityError("cache blocks", need, self.cache.blocks.usable, "cache.blocks or cache.bytes")
@@ -227,6 +309,7 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Choose the next step. One plan is in flight at a time: commit or discard it before the next."""
         assert not self._flight, f"step {self._step} is still running"
+        self.cache.tick(self.now)
         rows: dict[Branch, int] = {}  # in the order of the step
         prefills: list[Branch] = []
         grow, preempted = self.cache.grow, self.preemptions
@@ -243,12 +326,16 @@ class Scheduler:
             if not budget:
                 break
             if b.lease is not None:
-                count = min(budget, len(b.tokens) - b.computed)
+                count = self._chunk_rows(b, budget)
                 if self._make_room(b, b.computed + count, rows):
                     rows[b] = count
         if self._num_waiting and self.preemptions == preempted:
             self._start_waiting(rows)
-        return self._plan_of(rows)
+        plan = self._plan_of(rows)
+        for b in self._parked:
+            self._release(b)  # copies of its state are made before anything of this plan, or a later one, is written
+        self._parked.clear()
+        return plan
 
     def plan_over(self) -> StepPlan | None:
         """A step that computes nothing and lets go of image rows; None: there are none to let go of."""
@@ -270,6 +357,7 @@ class Scheduler:
                 self._release(b)
                 continue
             b.computed += len(chunk.tokens)
+            self._publish(b)
             prompt_logprobs = scores.get(i, ())
             b.scored += len(prompt_logprobs)
             if not chunk.sample:
@@ -290,7 +378,7 @@ class Scheduler:
             elif len(b.tokens) >= b.limit:
                 finish = FinishReason.LENGTH
             if finish is not None:
-                usage = Usage(b.prompt_tokens, b.output_tokens)
+                usage = self._usage(b)
                 self._forget(b)
             new = (logprobs[draw],) if draw in logprobs else ()
             events.append(TokenEvent(b.request, b.index, (token,), new, prompt_logprobs, finish, None, usage))
@@ -306,6 +394,8 @@ class Scheduler:
         for request, _ in plan.images:
             self._rows_of.pop(request, None)
         self._rows_over.update(plan.over)
+        for key, slot in self._saved:
+            self.cache.snapshots.forget(key, slot)
         for b in flight:
             b.in_flight = False
             if b.ended:
@@ -316,15 +406,13 @@ class Scheduler:
                 self._preempt(b)
 
     def check_invariants(self) -> None:
-        """For tests: every block and slot has exactly one owner, and every branch is in exactly one place."""
+        """For tests: blocks have as many owners as they say, slots one, and every branch is in exactly one place."""
         self.cache.check()
-        holders = [b for b in {*self.running, *self._flight} if b.lease is not None]
-        held = [block for b in holders if b.lease for block in b.lease.blocks]
-        usable = self.cache.blocks.usable
-        assert len(held) == len(set(held)), "a block has two owners"
-        assert len(held) + self.cache.free_blocks == usable, (
-            f"{usable - self.cache.free_blocks} blocks held, {len(held)} owned"
-        )
+        holders = [b for b in {*self.running, *self._flight, *self._parked} if b.lease is not None]
+        owners = Counter(block for b in holders if b.lease for block in b.lease.blocks)
+        owners += Counter(self.cache.pinned)
+        found = {block: count for block, count in enumerate(self.cache.blocks.references) if count}
+        assert owners == found, f"owners by block {dict(owners)}, counted {found}"
         assert len(holders) + self.cache.slots.free == self.cache.slots.usable, "a slot has no owner"
         assert all(b.lease is not None and not b.ended for b in self.running), "a running branch holds nothing"
         reading = {b.request: b.images for b in self.running if b.computed < b.images_end}
@@ -343,6 +431,12 @@ class Scheduler:
         ends = frozenset(params.stop_ids) if params.ignore_eos else self.eos_ids | frozenset(params.stop_ids)
         limit = min(len(request.prompt) + params.max_tokens, self.max_context_tokens + 1)
         branches = [Branch(request, i, self._order, ends, limit) for i in range(params.n)]
+        if self.prefixes is not None:
+            mode = request.cache.mode or self.prefixes.mode
+            root = self.prefixes.root(request.cache.salt, mode)
+            for b in branches:
+                b.mode, b.root = mode, root
+                b.truncation = request.cache.truncation or self.prefixes.truncation
         self._order += 1
         self._live[request.id] = list(branches)
         for b in branches:
@@ -368,29 +462,144 @@ class Scheduler:
         promised = 0
         for b in self.running:
             promised += self._promised(b)
+        passed: list[tuple[tuple[int, int, int], Branch]] = []  # those that wait for what others compute
         while budget and self._waiting:
             b = self._waiting[0][1]
             if b.ended:
                 heapq.heappop(self._waiting)
                 continue
-            own = self.cache.blocks_for(len(b.tokens)) + (self.cache.blocks_for(len(b.tokens)) < self._most_blocks(b))
-            if self.running and own + promised > self.cache.free_blocks:
-                return
-            if b.images and not self._room_for_images(b):
-                return
+            source = self._sibling(b)
+            match = Match() if source is not None else self._find(b)
+            if match.miss is Miss.IN_FLIGHT or (source is not None and source.computed < b.prompt_tokens):
+                passed.append(heapq.heappop(self._waiting))
+                continue
+            shared = len(match.nodes) if source is None else b.prompt_tokens // self.cache.block_tokens
+            own = self.cache.blocks_for(len(b.tokens))
+            own += (own < self._most_blocks(b)) - shared
+            if self.running and own + promised > self.cache.free_blocks - self.cache.idle_blocks(match):
+                break
+            if source is None and b.images and not self._room_for_images(b):
+                break
             lease = self.cache.open()
             if lease is None:
-                return
+                break
             heapq.heappop(self._waiting)
             self._num_waiting -= 1
-            b.lease, b.computed = lease, 0
+            b.lease = lease
+            if source is None:
+                self._begin(b, lease, match)
+            else:
+                self._fork(b, lease, source)
             insort(self.running, b, key=attrgetter("rank"))
-            count = min(budget, len(b.tokens))
-            grown = self.cache.grow(lease, count)
+            count = self._chunk_rows(b, budget)
+            grown = self.cache.grow(lease, b.computed + count)
             assert grown, f"{count} tokens do not fit into {self.cache.free_blocks} free blocks"
             rows[b] = count
             budget -= count
             promised += self._promised(b)
+        for entry in passed:
+            heapq.heappush(self._waiting, entry)
+
+    def _chunk_rows(self, b: Branch, budget: int) -> int:
+        """Rows of the next chunk. It ends where a state is to be kept."""
+        end = b.checkpoint if b.checkpoint > b.computed else len(b.tokens)
+        return min(budget, end - b.computed)
+
+    # ---- prefixes ----------------------------------------------------------------------------------------------------
+
+    def _keys(self, b: Branch, blocks: int) -> list[Key]:
+        """Keys of its first `blocks` blocks, all of them complete."""
+        size, known = self.cache.block_tokens, len(b.keys)
+        if known < blocks:
+            ids = b.tokens[known * size : blocks * size]
+            extras = partial(_images_in, b.images, size, known) if known * size < b.images_end else None
+            b.keys += prefix.chain(b.keys[-1] if known else b.root, ids, size, extras)
+        return b.keys if len(b.keys) == blocks else b.keys[:blocks]
+
+    def _find(self, b: Branch) -> Match:
+        """What it could begin with now. IN_FLIGHT: it is worth waiting."""
+        prefixes, size = self.prefixes, self.cache.block_tokens
+        if prefixes is None or not b.cache.read or b.params.prompt_logprobs is not None:
+            return Match()
+        blocks = (len(b.tokens) - 1) // size  # the last token is always computed
+        if not blocks:
+            return Match(miss=Miss.TOO_SHORT)
+        match = self.cache.find(self._keys(b, blocks), self.now)
+        if match.miss is Miss.IN_FLIGHT and self._start(b, prefixes, blocks * size) <= 0:
+            match = Match(match.nodes, Miss.TOO_SHORT)
+        if not match.nodes and match.miss is Miss.NEVER_SEEN and self.cache.seen_elsewhere(b.tokens[:size], b.root):
+            return Match(miss=Miss.OTHER_NAMESPACE)
+        return match
+
+    def _start(self, b: Branch, prefixes: Prefixes, hit: int) -> int:
+        # a sequence that was preempted must go on as if it had not been
+        mode = "exact" if b.output_tokens or b.mode != "replay" else "replay"
+        windows = prefixes.windows
+        return windows.start(hit, len(b.tokens), mode, prefixes.replay_rows or windows.tokens)
+
+    def _begin(self, b: Branch, lease: Lease, match: Match) -> None:
+        """Its first step, or the first one after a preemption, begins behind `match`."""
+        prefixes, size, length = self.prefixes, self.cache.block_tokens, len(b.tokens)
+        b.computed = b.low = b.stored = b.keep = b.checkpoint = 0
+        b.copy, b.fresh = None, False
+        if prefixes is None:
+            b.miss = Miss.DISABLED
+            return
+        windows, end = prefixes.windows, length
+        if b.keeps_states and self.cache.snapshots.slots:
+            b.checkpoint = (length - 1) // size * size
+            end = b.checkpoint or length  # the state at that point is to be whole
+        if b.params.prompt_logprobs is None:
+            b.keep = windows.keep(end, b.truncation, prefixes.kept_rows or windows.tokens)
+        hit, miss = len(match.nodes) * size, match.miss
+        if match.nodes:
+            self.cache.attach(lease, match, self.now)
+            b.stored, start = hit, self._start(b, prefixes, hit)
+            kept = self.cache.snapshots.find(b.keys[: hit // size]) if b.mode == "snapshot" else None
+            if kept is not None and kept[0] * size > start:
+                start, b.copy = kept[0] * size, SlotCopy(kept[1], lease.slot)
+                b.keep = b.keep if b.keep > start else 0
+            if start <= 0:
+                hit, miss = 0, Miss.TOO_SHORT  # its blocks are shared, and computed again all the same
+            else:
+                b.computed, b.fresh = start, True
+                b.low = 0 if b.copy is not None else start
+        if not b.output_tokens:
+            b.hit, b.miss = min(hit, b.prompt_tokens), miss
+        if b.cache.write:
+            self.cache.announce(lease, self._keys(b, length // size)[len(match.nodes) :])
+
+    def _sibling(self, b: Branch) -> Branch | None:
+        """A running branch of the same request whose prompt b can go on from, now or soon."""
+        if b.output_tokens:
+            return None
+        for other in (*self._live[b.request], *self._parked):
+            if other.request == b.request and other.lease is not None and other.computed <= b.prompt_tokens:
+                return other
+        return None
+
+    def _fork(self, b: Branch, lease: Lease, source: Branch) -> None:
+        """Its state is a copy of what `source` has after the prompt; it computes the prompt's last token once more."""
+        assert source.lease is not None
+        blocks = self.cache.fork(lease, source.lease, b.prompt_tokens)
+        b.copy = SlotCopy(source.lease.slot, lease.slot, blocks)
+        b.computed, b.stored, b.fresh = b.prompt_tokens - 1, b.prompt_tokens, True
+        b.low, b.keep, b.checkpoint = 0, 0, 0
+        b.keys = list(source.keys)
+        size = self.cache.block_tokens
+        b.hit, b.miss = b.prompt_tokens // size * size, None
+
+    def _publish(self, b: Branch) -> None:
+        lease = b.lease
+        assert lease is not None
+        blocks = b.computed // self.cache.block_tokens
+        if blocks > lease.cached and self.prefixes is not None and b.cache.write:
+            self.cache.publish(lease, self._keys(b, blocks), self.now)
+
+    def _usage(self, b: Branch) -> Usage:
+        return Usage(b.prompt_tokens, b.output_tokens, b.hit, b.miss)
+
+    # ---- the plan ----------------------------------------------------------------------------------------------------
 
     def _room_for_images(self, b: Branch) -> bool:
         """May this branch begin, as far as the image rows of those that run allow? The first of them always may."""
@@ -423,6 +632,10 @@ class Scheduler:
         scores: list[tuple[int, Score]] = []
         images: list[tuple[int, tuple[ImageInput, ...]]] = []
         over = self._take_over()
+        copies: list[SlotCopy] = []
+        saves: list[SlotCopy] = []
+        self._saved = []
+        window, size = 0 if self.prefixes is None else self.prefixes.windows.tokens, self.cache.block_tokens
         for b, count in rows.items():
             lease, tokens, start = b.lease, b.tokens, b.computed
             assert lease is not None
@@ -433,20 +646,41 @@ class Scheduler:
                     self._rows_of[b.request] = len(ahead)
                     images.append((b.request, ahead))
             sample = start + count == len(tokens)
-            chunk = (tokens[-1],) if count == 1 and sample else tuple(tokens[start : start + count])
+            ids = (tokens[-1],) if count == 1 and sample else tuple(tokens[start : start + count])
             if b.params.prompt_logprobs is not None and b.scored < b.prompt_tokens:
                 first, last = max(start, b.scored - 1), min(start + count, b.prompt_tokens - 1)
                 if first < last:
                     targets = tuple(tokens[first + 1 : last + 1])
                     scores.append((len(chunks), Score(first - start, targets, b.params.prompt_logprobs)))
-            chunks.append(Chunk(b.request, start, chunk, 0, sample, lease.slot, lease.table, b.index))
+            chunk = Chunk(b.request, start, ids, 0, sample, lease.slot, lease.table, b.index)
+            if start < b.stored or start < b.keep + window or b.fresh:
+                chunk = replace(
+                    chunk,
+                    low=b.low if start < b.low + window else 0,
+                    stored=b.stored if start < b.stored else 0,
+                    keep=b.keep if start < b.keep + window else 0,
+                    masked=b.truncation == "mask",
+                    before=tuple(tokens[max(start - HISTORY_IDS, 0) : start]) if b.fresh else None,
+                )
+                b.fresh = False
+            chunks.append(chunk)
+            if b.copy is not None:
+                copies.append(b.copy)
+                b.copy = None
+            if b.keeps_states and not (start + count) % size and start + count >= b.checkpoint:
+                key = self._keys(b, (start + count) // size)[-1]
+                place = self.cache.snapshots.place(key)
+                if place is not None:
+                    saves.append(SlotCopy(lease.slot, place))
+                    self._saved.append((key, place))
             if sample:
                 blocked = b.blocked if b.blocked and b.output_tokens < b.params.min_tokens else ()
                 context = None if b.context is None else b.context[:]
                 draws.append(Draw(b.params, b.seed, len(tokens), blocked, context, b.prompt_tokens))
         self._flight = list(rows)
         self._step += 1
-        return StepPlan(self._step, tuple(chunks), tuple(draws), tuple(scores), over, tuple(images))
+        edges = tuple(copies), tuple(saves)
+        return StepPlan(self._step, tuple(chunks), tuple(draws), tuple(scores), over, tuple(images), *edges)
 
     def _preempt(self, b: Branch) -> None:
         self.running.remove(b)
@@ -456,7 +690,7 @@ class Scheduler:
         self._wait(b)
 
     def _end(self, b: Branch, *, reason: FinishReason | None = None, error: BenthicError | None = None) -> None:
-        usage = Usage(b.prompt_tokens, b.output_tokens)
+        usage = self._usage(b)
         self._events.append(TokenEvent(b.request, b.index, finish=reason, error=error, usage=usage))
         self._forget(b)
 
@@ -471,7 +705,11 @@ class Scheduler:
             self._num_waiting -= 1
             return
         self.running.remove(b)
-        if not b.in_flight:
+        if b.in_flight:
+            return
+        if b.computed == b.prompt_tokens and any(other.lease is None and not other.output_tokens for other in live):
+            self._parked.append(b)  # they go on from its state with the next step
+        else:
             self._release(b)
 
     def _release(self, b: Branch) -> None:

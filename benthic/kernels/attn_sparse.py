@@ -175,8 +175,9 @@ def attend_reference(
     stored = kv_copy.read_ring_reference(ring, rows.slots[:, None].expand_as(at), at.clamp(min=0)).to(kw.dtype)
     own = kw[(row[:, None] - back).clamp(min=0)]
     found = torch.where((at >= rows.firsts[:, None])[..., None], own, stored)  # [T, window, dh]
-    found = torch.where((at >= 0)[..., None], found, 0.0)
-    count = (rows.positions + 1).clamp(max=window)
+    low = 0 if rows.lows is None else rows.lows[:, None]
+    found = torch.where((at >= low)[..., None], found, 0.0)
+    count = (rows.positions + 1 if rows.lows is None else rows.positions + 1 - rows.lows).clamp(max=window)
     begin = row * window + window - count
     return sink_attention_reference(q, found.flatten(0, 1), begin, count, paged, records, sink, scale, round_probs)
 
@@ -197,7 +198,7 @@ def attend(
 
     q            [T, H, dh]; kw [T, dh] this step's rows, chunk after chunk; bf16 or f32. T may be 0.
     ring         read only; call `kv_copy.ring_write` for kw afterwards. It has at least window - 1 rows.
-    rows         where the rows stand; row t sees positions max(0, p-window+1) .. p of its slot.
+    rows         where the rows stand; row t sees positions max(low, p-window+1) .. p of its slot, low <= p.
     others       as `sink_attention`; paged is a `Paged` or None.
     returns      [T, H, dh], dtype of q. A padding row (slot 0, position 0) attends to itself.
     Error, Cost  as `sink_attention`; the reference holds T*window rows.
@@ -206,8 +207,8 @@ def attend(
     if q.ndim != 3 or kw.shape != (q.shape[0], q.shape[2]) or ring.channels != q.shape[2]:
         got = (tuple(q.shape), tuple(kw.shape), ring.channels)
         raise ShapeError("attend: q, kw, ring channels", want="[T, H, dh], [T, dh], dh", got=got)
-    if sink.shape != q.shape[1:2] or any(part.shape != q.shape[:1] for part in rows):
-        got = (tuple(sink.shape), *(tuple(part.shape) for part in rows))
+    if sink.shape != q.shape[1:2] or any(part is not None and part.shape != q.shape[:1] for part in rows):
+        got = (tuple(sink.shape), *(None if part is None else tuple(part.shape) for part in rows))
         raise ShapeError("attend: sink, rows", want="[H], [T] each", got=got)
     if not 1 <= window <= ring.bytes.shape[1] + 1:
         raise ShapeError("attend: window", want=f"1 to {ring.bytes.shape[1] + 1}", got=window)

@@ -127,6 +127,11 @@ class Streams(NamedTuple):
     post: Tensor | None = None  # [T, S] f32, how it is written
     comb: Tensor | None = None  # [T, S, S] f32, how the streams exchange meanwhile
 
+    def at(self, rows: Tensor) -> "Streams":
+        """The same of some rows."""
+        s, pre, *pending = self
+        return Streams(s[rows], pre[rows], *(None if x is None else x[rows] for x in pending))
+
 
 def settle(streams: Streams) -> Tensor:
     """[T, S, D]: the streams with what is pending written into them."""

@@ -49,6 +49,7 @@ class Rows(NamedTuple):
     positions: Tensor  # [T] int64 absolute
     firsts: Tensor  # [T] int64 position of the first row of its chunk
     starts: Tensor  # [T] int64 number of that row in the step
+    lows: Tensor | None = None  # [T] int64 position below which the row sees no window row; None: 0 for all
 
 
 # ---- bytes of one record ---------------------------------------------------------------------------------------------

@@ -30,6 +30,23 @@ class Batch:
     tables: tuple[tuple[int, ...], ...]  # C block tables
     logit_rows: Tensor  # [R] int64 rows whose logits are wanted
     rows: Rows | None = None  # firsts, slots and starts row by row, on the device; None: a step that the host describes
+    lows: tuple[int, ...] = ()  # C positions below which a chunk's rows see no window rows; empty: 0 for all
+    stored: tuple[int, ...] = ()  # C positions below which compressed entries are there already; empty: 0 for all
+    floors: Tensor | None = None  # [T] int64, the same row by row, for a step on the device; None: 0 for all
+    tail: "Tail | None" = None  # what the layers behind the last one that stores entries compute; None: every row
+
+    @property
+    def outputs(self) -> "Batch":
+        """The batch whose rows come out of the last layer."""
+        return self if self.tail is None else self.tail.batch
+
+
+class Tail(NamedTuple):
+    """The rows of a step that the layers behind the last one which stores entries compute: the ends of prompts."""
+
+    kept: Tensor  # [T'] int64 row numbers in the step, ascending
+    batch: Batch  # of these rows alone; chunks without any are left out, `logit_rows` count in it
+    starts: tuple[int, ...]  # C for each chunk of the step, the number of its first kept row
 
 
 class Selection(NamedTuple):
@@ -37,6 +54,10 @@ class Selection(NamedTuple):
 
     entries: Tensor  # [T, K] which compressed entries each row attends to, -1 padded; or a training form
     candidates: Tensor | None  # [T, B] blocks the later indexers may choose from
+
+    def at(self, rows: Tensor) -> "Selection":
+        """The same of some rows."""
+        return Selection(self.entries[rows], None if self.candidates is None else self.candidates[rows])
 
 
 class LayerMemory(Protocol):
@@ -67,6 +88,9 @@ class LayerMemory(Protocol):
 
 class Memory(Protocol):
     def layer(self, index: int) -> LayerMemory: ...
+    def of(self, batch: Batch) -> "Memory":
+        """The same memory for the rows of another batch, a step's `Tail`."""
+        ...
 
 
 class ByGroups(Protocol):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from benthic.cache.replay import Windows
 from benthic.cache.spec import CacheSpec
 from benthic.cache.storage import Storage
 from benthic.errors import BadConfigKey, NoVision
@@ -500,6 +501,8 @@ class DeepseekV41(nn.Module):
         self.config, self.numerics = config, numerics
         self.vision: VisionTower | None = None
         self.plan = layer_plan(config)
+        self.last_source = max((plan.index for plan in self.plan if plan.kv_from == plan.index), default=-1)
+        assert all(plan.engram is None for plan in self.plan[self.last_source + 1 :]), "n-gram layers stand before it"
         self.embed = Embedding(text.vocab_size, text.hidden_size, numerics)
         self.layers = Stack(
             Layer(config, plan, text.n_routed_experts, text.num_experts_per_tok, numerics) for plan in self.plan
@@ -528,6 +531,13 @@ class DeepseekV41(nn.Module):
                 streams = hyper.Streams(hyper.settle(streams), streams.pre)
                 tapped.append(streams.s.float().mean(dim=1).to(s.dtype))  # [T, D]
             streams, shared = layer(streams, batch, memory.layer(plan.index), shared)
+            if plan.index == self.last_source and batch.tail is not None:  # nothing is stored from here on. 2.10
+                kept, batch = batch.tail.kept, batch.tail.batch
+                if not kept.shape[0]:
+                    return Output(streams.s.new_empty(0, text.hidden_size), ())
+                memory, ngrams = memory.of(batch), ngrams[kept]
+                streams = streams.at(kept)
+                shared = None if shared is None else shared.at(kept)
         return Output(hyper.hyper_collapse(hyper.settle(streams), streams.pre), tuple(tapped))
 
     def ngrams(self, batch: Batch) -> Tensor:
@@ -570,6 +580,11 @@ class DeepseekV41(nn.Module):
     def cache_spec(self) -> CacheSpec:
         """Bytes the backbone stores per request; float32 records where the profile has no quantisers."""
         return cache_spec(self.config, packed=self.numerics.quantise, drafter=False)
+
+    @property
+    def windows(self) -> Windows:
+        storing = self.last_source + 1
+        return Windows(self.config.text.sliding_window, storing, len(self.plan) - storing)
 
     @property
     def max_positions(self) -> int:

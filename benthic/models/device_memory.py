@@ -32,8 +32,8 @@ class DeviceMemory:
         self, config: ModelConfig, plan: tuple[LayerPlan, ...], numerics: Numerics, storage: Storage, batch: Batch
     ):
         assert batch.rows is not None, "the batch does not say on the device where its rows stand"
-        self.config, self.plan, self.numerics = config.text, plan, numerics
-        self.storage, self.rows = storage, batch.rows
+        self.model, self.config, self.plan, self.numerics = config, config.text, plan, numerics
+        self.storage, self.rows, self.floors = storage, batch.rows, batch.floors
         # where the host knows the blocks, no kernel sees the empty end of the tables: it may be a million tokens long
         most = max(map(len, batch.tables), default=storage.tables.shape[1])
         self.tables = storage.tables[:, :most]
@@ -44,11 +44,16 @@ class DeviceMemory:
     def layer(self, index: int) -> "DeviceLayer":
         return DeviceLayer(self, self.plan[index])
 
+    def of(self, batch: Batch) -> "DeviceMemory":
+        return DeviceMemory(self.model, self.plan, self.numerics, self.storage, batch)
+
     def entries(self, ratio: int) -> Entries:
         if ratio not in self._entries:
             slots, positions, storage = self.rows.slots, self.rows.positions, self.storage
-            found = rows.group_records(positions, slots, storage.tables, storage.block_tokens, ratio)
-            self._entries[ratio] = Entries(*found)
+            visible, records = rows.group_records(positions, slots, storage.tables, storage.block_tokens, ratio)
+            if self.floors is not None:  # what is below was stored with the prefix, and other sequences read it
+                records = torch.where(positions < self.floors, -1, records)
+            self._entries[ratio] = Entries(visible, records)
         return self._entries[ratio]
 
     def ring(self, layer: int) -> kv_copy.Ring:

@@ -23,14 +23,18 @@ class PagedMemory:
     def __init__(
         self, config: ModelConfig, plan: tuple[LayerPlan, ...], numerics: Numerics, storage: Storage, batch: Batch
     ):
-        self.config, self.plan, self.numerics = config.text, plan, numerics
+        self.model, self.config, self.plan, self.numerics = config, config.text, plan, numerics
         self.storage, self.batch = storage, batch
         self.device = batch.ids.device
         self._steps: dict[int, RatioStep] = {}
         self._open_rows: dict[int, Tensor] = {}
+        self._hidden: dict[int, Tensor] = {}
 
     def layer(self, index: int) -> "PagedLayer":
         return PagedLayer(self, self.plan[index])
+
+    def of(self, batch: Batch) -> "PagedMemory":
+        return PagedMemory(self.model, self.plan, self.numerics, self.storage, batch)
 
     def ratio(self, ratio: int) -> "RatioStep":
         if ratio not in self._steps:
@@ -54,6 +58,17 @@ class PagedMemory:
         width = max((len(table) for table in self.batch.tables), default=0)
         rows = [table + (0,) * (width - len(table)) for table in self.batch.tables]
         return torch.tensor(rows, dtype=torch.int64, device=self.device).reshape(len(rows), width)
+
+    def of_rows(self, per_chunk: tuple[int, ...]) -> Tensor:
+        """[T] int64, a number of its chunk for each row."""
+        return torch.tensor(per_chunk, device=self.device)[self.chunk_of_row]
+
+    def hidden(self, window: int) -> Tensor:
+        """[T] int64 rows at the old end of each row's window that it does not see."""
+        if window not in self._hidden:
+            oldest = (self.batch.positions - (window - 1)).clamp(min=0)
+            self._hidden[window] = (self.of_rows(self.batch.lows) - oldest).clamp(min=0)
+        return self._hidden[window]
 
     def open_rows(self, count: int) -> Tensor:
         """Rows among the last `count` of their chunk, [<= C count] int64: what a ring of that size keeps."""
@@ -97,7 +112,10 @@ class RatioStep:
     @cached_property
     def records(self) -> Tensor:
         """[G] int64 where the groups that close are stored."""
-        entries = self.visible[self.closing] - 1
+        entries, batch = self.visible[self.closing] - 1, self.memory.batch
+        if any(batch.stored):  # they were stored when the prefix was computed, and other sequences read them
+            there = batch.positions < self.memory.of_rows(batch.stored)
+            entries = torch.where(there[self.closing], -1, entries)
         return self.locate(entries, self.memory.chunk_of_row[self.closing])
 
     def locate(self, entries: Tensor, chunks: Tensor) -> Tensor:
@@ -166,6 +184,9 @@ class PagedLayer(ByGroups):
         memory, plan, batch = self.memory, self.plan, self.memory.batch
         ring = memory.ring(plan.index)
         rows, begin, count = kv_copy.window_rows(ring, kw, batch.slots, batch.firsts, batch.starts, plan.window)
+        if any(batch.lows):
+            hidden = memory.hidden(plan.window)
+            begin, count = begin + hidden, count - hidden
         paged = memory.paged(plan.kv_from, "main") if selection is not None and plan.kv_from is not None else None
         records = selection.entries if selection is not None else None
         scale = q.shape[-1] ** -0.5

@@ -6,18 +6,20 @@ history it is handed, is what the sequence really holds. A wrong table, slot, po
 
 from array import array
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from benthic.cache.manager import CacheManager
+from benthic.cache.replay import Windows
 from benthic.cache.spec import AppendEntry, CacheSpec, CarryEntry, RingEntry
 from benthic.cache.storage import Storage
 from benthic.engine.loop import Loop
 from benthic.engine.runner import Runner
 from benthic.engine.sampler import Sampler
-from benthic.engine.scheduler import Scheduler, branch_seed
+from benthic.engine.scheduler import Prefixes, Scheduler, branch_seed
 from benthic.models.base import Batch
 from benthic.types import Draw, Request, SamplingParams
 
@@ -56,6 +58,7 @@ class FakeModel:
         history_ids=HISTORY,
     )
     vocab_size = VOCAB
+    windows = Windows(WINDOW, storing=1, others=0)
 
     def __init__(self, max_positions: int = 400):
         self.max_positions = max_positions
@@ -83,8 +86,12 @@ class FakeModel:
             assert slot > 0
             assert all(block > 0 for block in table)
             assert positions.tolist() == list(range(first, end))
+            low = batch.lows[c] if batch.lows else 0
+            new = positions >= (batch.stored[c] if batch.stored else 0)
             blocks = torch.tensor(table)[positions // part.entries]
-            data[blocks, positions % part.entries] = torch.stack([ids, positions], 1).to(torch.int32)
+            held = torch.stack([ids, positions], 1).to(torch.int32)
+            data[blocks[new], (positions % part.entries)[new]] = held[new]
+            assert torch.equal(data[blocks, positions % part.entries], held), "a cached block holds other tokens"
             at = torch.arange(end)
             stored = data[torch.tensor(table)[at // part.entries], at % part.entries]
             assert stored[:, 1].tolist() == list(range(end)), "a block does not hold this sequence's positions"
@@ -92,9 +99,9 @@ class FakeModel:
             for row, p in enumerate(range(first, end)):
                 want = [int(known[p - 1 - i]) if p - 1 - i >= 0 else -1 for i in range(HISTORY)]
                 assert batch.history[batch.starts[c] + row].tolist() == want, f"history at position {p}"
-            for p in range(max(0, first - WINDOW + 1), first):  # the window of the chunk's first row
+            for p in range(max(low, first - WINDOW + 1), first):  # the window of the chunk's first row
                 assert ring[slot, p % WINDOW].tolist() == [int(known[p]), p], f"ring row of position {p}"
-            if first % 2:
+            if first % 2 and first > low:
                 assert storage.carry[0][slot, (first - 1) % 2, 0, 0] == float(known[first - 1]), "carry row"
             for p in range(max(first, end - WINDOW), end):
                 ring[slot, p % WINDOW] = torch.tensor([int(known[p]), p], dtype=torch.int32)
@@ -104,7 +111,8 @@ class FakeModel:
             out.append(np.where(bad, 0, hashes))
             if half:
                 raise RuntimeError("the device is gone")
-        return SimpleNamespace(hidden=torch.from_numpy(np.concatenate(out))[:, None])
+        hidden = torch.from_numpy(np.concatenate(out))[:, None]
+        return SimpleNamespace(hidden=hidden if batch.tail is None else hidden[batch.tail.kept])
 
     def logits(self, hidden: Tensor) -> Tensor:
         hashes = hidden[:, 0].numpy()
@@ -121,16 +129,21 @@ def fake_loop(
     context: int = 400,
     block_tokens: int = 4,
     model: FakeModel | None = None,
+    prefixes: Prefixes | None = None,
+    snapshots: int = 0,
+    **cache: Any,
 ) -> Loop:
     model = model or FakeModel(context)
-    storage = Storage(model.cache_spec, blocks, slots, block_tokens=block_tokens)
+    storage = Storage(model.cache_spec, blocks, slots, block_tokens=block_tokens, states=snapshots)
     storage.poison()
+    manager = CacheManager(blocks, slots, block_tokens, prefix=prefixes is not None, snapshots=snapshots, **cache)
     scheduler = Scheduler(
-        CacheManager(blocks, slots, block_tokens),
+        manager,
         token_budget=budget,
         max_context_tokens=context,
         vocab_size=VOCAB,
         eos_ids=(EOS,),
+        prefixes=prefixes,
     )
     return Loop(scheduler, Runner(model, storage, Sampler(VOCAB)))
 

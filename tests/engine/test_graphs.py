@@ -313,10 +313,10 @@ def test_every_kind_of_request_in_one_batch(model: DeepseekV41, form: Form):
 
 @pytest.mark.parametrize("form", [eager, recorded])
 def test_preempted_and_aborted(model: DeepseekV41, form: Form):
-    requests = [request(i, 30 + i, temperature=1.0, max_tokens=25, n=1 + i % 2) for i in range(4)]
+    requests = [request(i, 30 + i, temperature=1.0, max_tokens=45, n=1 + i % 2) for i in range(4)]
     aborts = {6: Abort(1), 9: Abort(3, 1)}
-    want = answer(model, host, requests, blocks=11, slots=4, aborts=aborts)
-    got = answer(model, form, requests, blocks=11, slots=4, aborts=aborts)
+    want = answer(model, host, requests, blocks=8, slots=4, aborts=aborts)
+    got = answer(model, form, requests, blocks=8, slots=4, aborts=aborts)
     assert want.preemptions == got.preemptions > 0
     assert set(want.ends.values()) == {FinishReason.LENGTH, FinishReason.ABORT}
     assert_same(got, want)

@@ -153,6 +153,7 @@ def _attend(
     positions_ptr,
     firsts_ptr,
     starts_ptr,
+    lows_ptr,
     records_ptr,  # [T, listed]
     sink_ptr,
     out_ptr,  # [T, H, WIDTH]
@@ -174,6 +175,7 @@ def _attend(
     M: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
+    LOWS: tl.constexpr,
     ENTRIES: tl.constexpr,
     RING: tl.constexpr,
     POOL: tl.constexpr,
@@ -205,7 +207,7 @@ def _attend(
     if RING == "none":
         count, stored, oldest, base, slot = position, first * 0, first * 0, first, first * 0
     else:
-        oldest = tl.maximum(position - (WINDOW - 1), 0)
+        oldest = tl.maximum(position - (WINDOW - 1), tl.load(lows_ptr + t) if LOWS else 0)
         count = position - oldest + 1
         stored = tl.minimum(tl.maximum(first - oldest, 0), count)
         base = tl.load(starts_ptr + t) + oldest - first
@@ -362,7 +364,7 @@ def _launch(
     q: Tensor,
     kw: Tensor,
     ring: kv_copy.Ring | None,
-    rows: tuple[Tensor, Tensor, Tensor, Tensor],
+    rows: kv_copy.Rows,
     window: int,
     paged: kv_copy.Paged | None,
     records: Tensor | None,
@@ -404,9 +406,10 @@ def _launch(
     part = q.new_empty((total, count, heads, width) if count > 1 else 0, dtype=torch.float32)
     peaks, sums = q.new_empty((2, total, count, heads) if count > 1 else (2, 0), dtype=torch.float32)
     q, kw, sink = q.contiguous(), kw.contiguous(), sink.contiguous()
-    slots, positions, firsts, starts = (x.contiguous() for x in rows)
+    slots, positions, firsts, starts = (x.contiguous() for x in rows[:4])
+    lows = slots if rows.lows is None else rows.lows.contiguous()
     records = slots if records is None else records.contiguous()
-    ends = (slots, positions, firsts, starts, records, sink, out, part, peaks, sums, heads)
+    ends = (slots, positions, firsts, starts, lows, records, sink, out, part, peaks, sums, heads)
     ring_units, ring_rows = (kw, 1) if ring is None or kept is None else (kept.units, ring.bytes.shape[1])
     pool_units, pool_at = (
         (kw, 0) if paged is None or stored is None else (stored.units, paged.data_offset // stored.unit)
@@ -428,6 +431,7 @@ def _launch(
             count,
             triton.cdiv(tiles, count),
             WINDOW=window,
+            LOWS=rows.lows is not None,
             ENTRY_BITS=0 if paged is None else paged.entries.bit_length() - 1,
             WHOLE=count == 1,
             ROUND=round_probs,
@@ -456,6 +460,7 @@ def _launch(
             M=block,
             TILE=tile,
             WINDOW=window,
+            LOWS=rows.lows is not None,
             ENTRIES=1 if paged is None else paged.entries,
             RING=forms[0],
             POOL=forms[1] if listed else "none",
@@ -499,7 +504,7 @@ def attend(
     scale: float,
     round_probs: bool,
 ) -> Tensor:
-    out = _launch(q, kw, ring, tuple(rows), window, paged, records, sink, scale, round_probs)
+    out = _launch(q, kw, ring, rows, window, paged, records, sink, scale, round_probs)
     if out is None:
         return plain.attend_reference(q, kw, ring, rows, window, paged, records, sink, scale, round_probs)
     return out
@@ -516,7 +521,8 @@ def sink_attention(
     scale: float,
     round_probs: bool,
 ) -> Tensor:
-    out = _launch(q, rows, None, (count, count, begin, begin), 0, paged, records, sink, scale, round_probs)
+    where = kv_copy.Rows(count, count, begin, begin)
+    out = _launch(q, rows, None, where, 0, paged, records, sink, scale, round_probs)
     if out is None:
         return plain.sink_attention_reference(q, rows, begin, count, paged, records, sink, scale, round_probs)
     return out

@@ -295,6 +295,7 @@ def attend(
     positions_ptr,
     firsts_ptr,
     starts_ptr,
+    lows_ptr,
     records_ptr,
     sink_ptr,
     out_ptr,
@@ -311,6 +312,7 @@ def attend(
     spans,
     span_tiles,
     WINDOW: gl.constexpr,
+    LOWS: gl.constexpr,
     ENTRY_BITS: gl.constexpr,
     WHOLE: gl.constexpr,  # one span
     ROUND: gl.constexpr,
@@ -336,7 +338,7 @@ def attend(
     first = gl.load(firsts_ptr + t).to(gl.int32)
     base = gl.load(starts_ptr + t).to(gl.int32)
     slot_at = gl.load(slots_ptr + t) * ring_stride
-    oldest = gl.maximum(position - (WINDOW - 1), 0)
+    oldest = gl.maximum(position - (WINDOW - 1), gl.load(lows_ptr + t).to(gl.int32) if LOWS else 0)
     count = position - oldest + 1
     stored = gl.minimum(gl.maximum(first - oldest, 0), count)
     base += oldest - first
