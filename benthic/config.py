@@ -33,6 +33,11 @@ class SchedulerConfig:
     max_context_tokens: int = opt(0, "most tokens of prompt and completion together; 0: the model's own limit", low=0)
     token_budget: int = opt(1024, "most tokens in one step, over all requests", low=1, high=1 << 20)
     max_running: int = opt(32, "most requests that run at the same time, one state slot each", low=1, high=4096)
+    ahead: str = opt(
+        "auto",
+        "a step is planned and begun while the one before it runs: `on`, `off`, or `auto`: on a GPU",
+        choices=("auto", "on", "off"),
+    )
     image_tokens: int = opt(
         131072,
         "most tokens of images, over all requests that are reading theirs; bounds the memory of their rows",

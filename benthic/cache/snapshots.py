@@ -26,17 +26,20 @@ class Snapshots:
                 return blocks, slot
         return None
 
-    def place(self, key: Key) -> int | None:
-        """A slot for the state behind this block, written before anybody can find it. None: it is kept already, or
-        there are no slots for states."""
-        if key in self._kept or not (self._free or self._kept):
-            return None
-        slot = self._free.pop() if self._free else self._kept.popitem(last=False)[1]
-        self._kept[key] = slot
-        return slot
+    def reserve(self) -> int | None:
+        """A slot to write a state to; None: there is none."""
+        if self._free:
+            return self._free.pop()
+        return self._kept.popitem(last=False)[1] if self._kept else None
 
-    def forget(self, key: Key, slot: int) -> None:
-        """The state was not written there after all."""
-        if self._kept.get(key) == slot:
-            del self._kept[key]
+    def keep(self, key: Key, slot: int) -> None:
+        """The state in a reserved slot is the one behind this block."""
+        if key in self._kept:
+            self._kept.move_to_end(key)
             self._free.append(slot)
+        else:
+            self._kept[key] = slot
+
+    def free(self, slot: int) -> None:
+        """No state was written to a reserved slot after all."""
+        self._free.append(slot)

@@ -18,7 +18,7 @@ from benthic.cache.storage import Storage
 from benthic.kernels.kv_copy import Rows
 from benthic.kernels.rows import begin_rows
 from benthic.models.base import Batch, Tail
-from benthic.types import Chunk, Draw, ImageInput, SamplingParams, StepPlan
+from benthic.types import PENDING, Chunk, Draw, ImageInput, SamplingParams, StepPlan
 
 
 class ImageRows(NamedTuple):
@@ -88,6 +88,8 @@ def build(plan: StepPlan, storage: Storage, placement: Placement | None = None) 
     if rows == len(chunks):  # decode rows only
         table = torch.tensor((ids, firsts, slots), dtype=torch.int64).to(device, non_blocking=True)
         token_ids, positions, slot_of_row = table.unbind(0)
+        if PENDING in ids:
+            token_ids = _known(token_ids, slot_of_row, storage)
         history = (
             storage.history[slot_of_row] if 0 not in firsts else _history(token_ids, positions, table[1:], storage)
         )
@@ -100,6 +102,8 @@ def build(plan: StepPlan, storage: Storage, placement: Placement | None = None) 
             table[0], dim=1, output_size=rows
         )  # [3, T] first position, slot, first row
         positions = of_row[0] + torch.arange(rows, device=device) - of_row[2]
+        if any([chunk.tokens[-1] == PENDING for chunk in chunks]):
+            token_ids = _known(token_ids, of_row[1], storage)
         history = _history(token_ids, positions, of_row[:2], storage)
         wanted = torch.tensor(logit_rows, dtype=torch.int64).to(device, non_blocking=True)
     images = embeds = None

@@ -540,6 +540,7 @@ class LLM:
             for id in list(self._sessions):
                 self.loop.inbox.put(Abort(id))
             self._settle()
+            self.loop.close()
             self._closed = True
             del self.model, self.loop
 
@@ -706,7 +707,8 @@ def build_loop(
         prefixes=_prefixes(model, config, namespace),
     )
     sampler = Sampler(model.vocab_size, device, never)
-    runner = Runner(model, storage, sampler, deterministic=config.gpu.deterministic)
+    ahead = config.scheduler.ahead == "on" or (config.scheduler.ahead == "auto" and device.type == "cuda")
+    runner = Runner(model, storage, sampler, deterministic=config.gpu.deterministic, ahead=ahead)
     if device.type == "cuda":
         _compile(runner, config.scheduler.token_budget)
     captured = device.type == "cuda" and config.gpu.graphs and _capture(runner)
@@ -725,7 +727,7 @@ def build_loop(
             "native": native.status().detail if device.type == "cpu" else "",
         },
     )
-    return Loop(scheduler, runner)
+    return Loop(scheduler, runner, ahead=ahead)
 
 
 def _compile(runner: Runner, token_budget: int) -> None:

@@ -1,8 +1,8 @@
-"""The heartbeat: receive, plan, run, commit, emit. One step at a time; the caller decides when."""
+"""The heartbeat: receive, plan, run, commit, emit. The caller decides when; steps follow each other in one order."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from time import monotonic, perf_counter
 from typing import NamedTuple, Protocol
 
@@ -46,9 +46,22 @@ class Outbox:
 
 
 class Runs(Protocol):
-    """What computes a plan: `runner.Runner`, or a scripted stand-in."""
+    """What computes plans: `runner.Runner`, or a scripted stand-in."""
 
-    def run(self, plan: StepPlan) -> StepResult: ...
+    def start(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Begin a step; what is returned waits for its result."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _Flight(NamedTuple):
+    """A step that runs."""
+
+    plan: StepPlan
+    result: Callable[[], StepResult]
+    plan_seconds: float
+    began: float
 
 
 class StepTimes(NamedTuple):
@@ -62,11 +75,18 @@ class StepTimes(NamedTuple):
 
 
 class Loop:
-    """The synchronous loop."""
+    """Steps, one after another, or each begun while the one before it runs."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runs, clock: Callable[[], float] = monotonic):
-        """clock: seconds that only go forward, for what lives a certain time."""
-        self.scheduler, self.runner, self.clock = scheduler, runner, clock
+    def __init__(
+        self, scheduler: Scheduler, runner: Runs, *, ahead: bool = False, clock: Callable[[], float] = monotonic
+    ):
+        """How steps follow each other.
+
+        ahead  a step is planned and begun while the one before it runs, so that the device never waits for the host.
+        clock  seconds that only go forward, for what lives a certain time.
+        """
+        self.scheduler, self.runner, self.ahead, self.clock = scheduler, runner, ahead, clock
+        self._flight: _Flight | None = None  # the step that runs
         self.inbox, self.outbox = Inbox(), Outbox()
         self.times: deque[StepTimes] = deque(maxlen=_STEPS_KEPT)  # the last steps, newest last
         self._preemptions = 0  # of the scheduler, as far as they are counted
@@ -74,7 +94,7 @@ class Loop:
     @property
     def busy(self) -> bool:
         """Would a step do anything?"""
-        return bool(len(self.inbox) or self.scheduler.unfinished or self.scheduler.has_news)
+        return bool(len(self.inbox) or self.scheduler.unfinished or self.scheduler.has_news or self._flight)
 
     def settle(self) -> None:
         """Take messages and send what they cause, without a step."""
@@ -83,27 +103,63 @@ class Loop:
         self._send(self.scheduler.take_news())
 
     def step(self) -> None:
-        """One step. If the runner raises, the step's sequences wait to be computed again and the error goes on."""
+        """One step further. If the runner raises, the step's sequences wait to be computed again and the error goes on.
+
+        Ahead, that is: the next step is begun, and the one that runs is waited for and committed.
+        """
         begun = perf_counter()
         self.scheduler.now = self.clock()
         self.scheduler.admit(self.inbox.drain())
         plan = self.scheduler.plan()
         planned = perf_counter()
-        with self._discard_on_error(plan):
-            result = self.runner.run(plan)
+        before, self._flight = self._flight, None
+        try:
+            result = self.runner.start(plan)
+        except BaseException:
+            self.scheduler.discard(plan)
+            self._flight = before
+            raise
+        new = _Flight(plan, result, planned - begun, begun) if plan.chunks else None
+        if not self.ahead:
+            self._land(new)
+        else:
+            self._flight = new
+            self._land(before)
+        if not self.scheduler.unfinished and self._flight is None:  # no other plan may come
+            self._let_go()
+
+    def close(self) -> None:
+        """Wait for what runs, and begin nothing any more."""
+        flight, self._flight = self._flight, None
+        self._land(flight)
+        self.runner.close()
+
+    def _land(self, flight: _Flight | None) -> None:
+        """Wait for a step and say what it brought."""
+        if flight is None:
+            self._send(self.scheduler.take_news())
+            return
+        plan, waited = flight.plan, perf_counter()
+        try:
+            result = flight.result()
+        except BaseException:
+            behind, self._flight = self._flight, None
+            if behind is not None:  # it ran on what this one left; once it is over, nothing of it counts
+                with suppress(Exception):
+                    behind.result()
+            self.scheduler.discard(plan)
+            raise
         ran = perf_counter()
         self._send(self.scheduler.commit(plan, result))
-        if not self.scheduler.unfinished:  # no other plan may come
-            self._let_go()
         done = perf_counter()
-        self.times.append(StepTimes(len(plan.chunks), plan.tokens, planned - begun, ran - planned, done - ran))
-        self._measure(plan, done - begun)
+        self.times.append(StepTimes(len(plan.chunks), plan.tokens, flight.plan_seconds, ran - waited, done - ran))
+        self._measure(plan, done - flight.began)
 
     def _let_go(self) -> None:
         """Tell the runner of image rows that nobody reads any more."""
         plan = self.scheduler.plan_over()
         if plan is not None:
-            self.runner.run(plan)
+            self.runner.start(plan)()
 
     def _send(self, events: list[TokenEvent]) -> None:
         self.outbox.send(events)
@@ -123,13 +179,3 @@ class Loop:
         self._preemptions = scheduler.preemptions
         metrics.COMPUTED_TOKENS.inc(plan.tokens)
         metrics.STEP_SECONDS.observe(seconds)
-
-    @contextmanager
-    def _discard_on_error(self, plan: StepPlan) -> Iterator[None]:
-        ran = False
-        try:
-            yield
-            ran = True
-        finally:
-            if not ran:
-                self.scheduler.discard(plan)

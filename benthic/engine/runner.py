@@ -1,6 +1,7 @@
 """Batch -> StepResult on this rank: forward, log-probabilities of prompts, sample, one copy back."""
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 from typing import NamedTuple, Protocol
 
@@ -14,7 +15,7 @@ from benthic.cache.spec import CacheSpec, blocks_for
 from benthic.cache.storage import Storage
 from benthic.engine import batch as batches
 from benthic.engine.graphs import CudaRecorder, Graphs, Record, sizes
-from benthic.engine.sampler import Sampled, Sampler
+from benthic.engine.sampler import Sampler
 from benthic.kernels import backends
 from benthic.models.base import Batch, Memory
 from benthic.types import Chunk, Draw, ImageInput, SamplingParams, StepPlan, StepResult, TokenLogprobs
@@ -73,11 +74,13 @@ class Runner:
         *,
         on_device: bool | None = None,
         deterministic: bool = False,
+        ahead: bool = False,
     ):
         """How steps run.
 
         on_device      in their GPU form; None: when the storage is on a GPU.
         deterministic  the bits of a row do not depend on what else is in the step.
+        ahead          steps may be begun before the one before them is over: on a CPU, by a thread of the runner's own.
         """
         self.model, self.storage, self.sampler, self.deterministic = model, storage, sampler, deterministic
         self.forward_seconds = 0.0  # of the last step: batch, forward and logits; on a GPU, until they are enqueued
@@ -86,7 +89,9 @@ class Runner:
         self._uploads = batches.Uploads(storage) if on_device else None
         self._graphs: Graphs[Decided] | None = None
         self._images: dict[int, batches.ImageRows] = {}  # by request
-        self._back = _Back(storage.num_slots, storage.device)
+        self._backs = [_Back(storage.num_slots, storage.device) for _ in range(2)]  # one for each step in flight
+        self._ahead = ahead
+        self._worker = ThreadPoolExecutor(1, "benthic-step") if ahead and not on_device else None
 
     @property
     def captured(self) -> bool:
@@ -124,28 +129,48 @@ class Runner:
                         chunk = Chunk(0, 0, (0,) * length, 0, True, 1, blocks, keep=keep)
                         self._compute(uploads.step(StepPlan(0, (chunk,), (draw,))))
 
-    @torch.inference_mode()
+    def close(self) -> None:
+        """No step comes any more."""
+        if self._worker is not None:
+            self._worker.shutdown()
+
     def run(self, plan: StepPlan) -> StepResult:
         """Compute a step. A plan without chunks computes nothing."""
+        return self.start(plan)()
+
+    def start(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Begin a step, behind those begun before it. What is returned waits for what it decided.
+
+        At most two steps are begun and not waited for.
+        """
+        if self._worker is None:
+            return self._begin(plan)
+        begun = self._worker.submit(self._begin, plan)
+        return lambda: begun.result()()
+
+    @torch.inference_mode()
+    def _begin(self, plan: StepPlan) -> Callable[[], StepResult]:
         for request in plan.over:
             self._images.pop(request, None)
         if not plan.chunks:
             self.forward_seconds = self.sample_seconds = 0.0
-            return StepResult([])
+            return lambda: StepResult([])
         for copy in plan.copies:
             self.storage.copy(*copy)
-        try:
-            return self._run(plan)
-        finally:
-            for save in plan.saves:  # of a step that failed, nobody will ask for it
-                self.storage.copy(*save)
+        decided = self._decide(plan)
+        for save in plan.saves:
+            self.storage.copy(*save)
+        return decided
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _decide(self, plan: StepPlan) -> Callable[[], StepResult]:
         with backends.invariant(self.deterministic):
             try:
                 for request, images in plan.images:
                     self._images[request] = self._read(images)
-                return self._run_here(plan) if self._uploads is None else self._run_on_device(plan, self._uploads)
+                if self._uploads is not None:
+                    return self._start_on_device(plan, self._uploads)
+                result = self._run_here(plan)
+                return lambda: result
             except BaseException:
                 for request, _ in plan.images:
                     self._images.pop(request, None)
@@ -185,12 +210,15 @@ class Runner:
         logits = self.model.logits(rows)  # [R, V]
         computed = perf_counter()
         sampled = self.sampler(logits, plan.draws, [chunk.request for chunk in plan.chunks if chunk.sample])
+        if self._ahead:
+            slots = [chunk.slot for chunk in plan.chunks if chunk.sample]
+            self.storage.last_token[torch.tensor(slots)] = torch.tensor(sampled.tokens)
         self.forward_seconds, self.sample_seconds = computed - started, perf_counter() - computed
         return StepResult(sampled.tokens, sampled.failures, sampled.logprobs, scores)
 
     # ---- on a GPU ----------------------------------------------------------------------------------------------------
 
-    def _run_on_device(self, plan: StepPlan, uploads: batches.Uploads) -> StepResult:
+    def _start_on_device(self, plan: StepPlan, uploads: batches.Uploads) -> Callable[[], StepResult]:
         started = perf_counter()
         chunks, graphs, scores = plan.chunks, self._graphs, {}
         placement = batches.place(chunks, self._images)
@@ -208,16 +236,26 @@ class Runner:
             scores = self._scores(plan, step.batch, decided.hidden) if plan.scores else {}
         if not plan.draws:
             self.forward_seconds, self.sample_seconds = perf_counter() - started, 0.0
-            return StepResult([], scores=scores)
-        self._back.start(decided.drawn)
-        enqueued = perf_counter()
-        requests = [chunk.request for chunk in chunks if chunk.sample]
+            return lambda: StepResult([], scores=scores)
+        self._backs.reverse()
+        back = self._backs[0]
+        back.start(decided.drawn)
         special = self.sampler.special(plan.draws)
-        tokens, peaks = self._back.wait()
-        sampled = self.sampler.finish_rows(tokens, peaks, decided.logits, rows, plan.draws, requests, special)
-        self._correct(plan, sampled, [tokens[row] for row in rows])
-        self.forward_seconds, self.sample_seconds = enqueued - started, perf_counter() - enqueued
-        return StepResult(sampled.tokens, sampled.failures, sampled.logprobs, scores)
+        logits = decided.logits  # a graph's are overwritten by the next replay
+        if special:
+            logits = logits[torch.tensor([rows[i] for i in special], device=logits.device)]
+        enqueued = perf_counter()
+
+        @torch.inference_mode()
+        def result() -> StepResult:
+            asked = perf_counter()
+            requests = [chunk.request for chunk in chunks if chunk.sample]
+            tokens, peaks = back.wait()
+            sampled = self.sampler.finish_rows(tokens, peaks, logits, rows, plan.draws, requests, special)
+            self.forward_seconds, self.sample_seconds = enqueued - started, perf_counter() - asked
+            return StepResult(sampled.tokens, sampled.failures, sampled.logprobs, scores)
+
+        return result
 
     def _compute(self, step: batches.Step) -> Decided:
         """The whole step on the device: backbone, head, draw, and what the next step may ask for."""
@@ -232,14 +270,6 @@ class Runner:
         tokens, peaks = self.sampler.draw_rows(logits, step.draws)
         batches.finish(step, storage, tokens)
         return Decided(hidden, logits, torch.stack((tokens, peaks.double().view(torch.int64))))
-
-    def _correct(self, plan: StepPlan, sampled: Sampled, before: list[int]) -> None:
-        """Tokens that the host decided otherwise are the slots' last tokens."""
-        if sampled.tokens == before:
-            return
-        device = self.storage.device
-        slots = torch.tensor([chunk.slot for chunk in plan.chunks if chunk.sample], device=device)
-        self.storage.last_token[slots] = torch.tensor(sampled.tokens, device=device)
 
     def _scores(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> dict[int, tuple[TokenLogprobs, ...]]:
         scores: dict[int, tuple[TokenLogprobs, ...]] = {}

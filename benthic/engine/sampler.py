@@ -111,8 +111,8 @@ class Sampler:
     ) -> Sampled:
         """What `draw_rows` decided, back on the host; special draws are decided here.
 
-        tokens, peaks, logits   of R or more rows, one of them for each draw: number rows[i] for draw i.
-        special                 as the method of this name found them.
+        tokens, peaks   of R or more rows, one of them for each draw: number rows[i] for draw i.
+        special         as the method of this name found them; logits [len(special), V] f32 are theirs.
         """
         tokens = [tokens[row] for row in rows]
         failures: dict[int, BenthicError] = {}
@@ -120,8 +120,7 @@ class Sampler:
         for i in np.flatnonzero(~np.isfinite(peaks[list(rows)])).tolist():
             failures[i] = self._failure(peaks[rows[i]], draws[i], requests[i])
         if special:
-            at = torch.tensor([rows[i] for i in special], device=logits.device)
-            again = self(logits[at], [draws[i] for i in special], [requests[i] for i in special])
+            again = self(logits, [draws[i] for i in special], [requests[i] for i in special])
             for j, i in enumerate(special):
                 tokens[i] = again.tokens[j]
                 if j in again.failures:

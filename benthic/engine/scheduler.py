@@ -1,5 +1,10 @@
 """Waiting and running requests -> StepPlan; StepResult -> TokenEvents. No torch, no clock.
 
+A step may be planned while the one before it runs. What that one draws is not known yet: the token is PENDING in the
+plan, and the device fills it in. A sequence whose next draw needs the token on the host (penalties, masks of its own),
+or that ends with it by length, sits the step out. What a step computes for a sequence that turns out to have ended is
+dropped. A sequence's `planned` tokens are ahead of its `computed` ones by what is in flight.
+
 How a step is filled, in this order, until the token budget is used:
 1. every running sequence that has one token to compute (decode), best rank first;
 2. running sequences that have more (prefill, or recompute after a preemption), best rank first;
@@ -28,11 +33,12 @@ running sequences alone, `image_tokens` bounds them, and whoever waits for room 
 import heapq
 from array import array
 from bisect import insort
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
+from typing import NamedTuple
 
 from benthic.cache import prefix
 from benthic.cache.manager import CacheManager, Lease, Match
@@ -49,6 +55,7 @@ from benthic.errors import (
 )
 from benthic.types import (
     MODES,
+    PENDING,
     TRUNCATIONS,
     Abort,
     Chunk,
@@ -57,6 +64,7 @@ from benthic.types import (
     ImageInput,
     Miss,
     Request,
+    SamplingParams,
     Score,
     SlotCopy,
     StepPlan,
@@ -65,6 +73,7 @@ from benthic.types import (
     Usage,
 )
 
+MOST_IN_FLIGHT = 2  # one runs, one waits behind it
 HISTORY_IDS = 16  # ids before a sequence's first row that a model may want to know
 
 _MASK = 2**64 - 1
@@ -97,6 +106,12 @@ class Prefixes:
         return prefix.root(prefix.namespace(self.namespace, kind), salt.encode())
 
 
+def _drawn_on_device(params: SamplingParams) -> bool:
+    """Can a draw be made without the host, with the last token unknown to it?"""
+    edited = params.logit_bias or params.allowed_ids or params.banned_ids
+    return not (edited or params.min_tokens or params.logprobs is not None)
+
+
 def _images_in(images: Sequence[ImageInput], size: int, first: int, block: int) -> bytes:
     """What else than ids decides what block `first + block` of `size` tokens holds: the images whose spans reach it."""
     start = (first + block) * size
@@ -111,7 +126,9 @@ class Branch:
     """One completion of a request: its tokens, how many of them the cache holds, and what it holds there."""
 
     __slots__ = (
+        "asked",
         "blocked",
+        "by_host",
         "cache",
         "checkpoint",
         "computed",
@@ -119,11 +136,11 @@ class Branch:
         "copy",
         "ended",
         "ends",
+        "flying",
         "fresh",
         "hit",
         "images",
         "images_end",
-        "in_flight",
         "index",
         "keep",
         "keys",
@@ -133,6 +150,8 @@ class Branch:
         "miss",
         "mode",
         "params",
+        "pending",
+        "planned",
         "prompt_tokens",
         "rank",
         "request",
@@ -142,6 +161,7 @@ class Branch:
         "stored",
         "tokens",
         "truncation",
+        "turn",
     )
 
     def __init__(self, request: Request, index: int, order: int, ends: frozenset[int], limit: int):
@@ -164,8 +184,13 @@ class Branch:
         # prompt tokens whose log-probability is known: the first has none, and one branch is enough to ask for the rest
         self.scored = 1 if index == 0 else self.prompt_tokens
         self.lease: Lease | None = None
-        self.in_flight = False  # part of the step that is running
+        self.planned = 0  # tokens that will be computed once all that is in flight is over
+        self.pending = 0  # draws in flight
+        self.flying = 0  # steps in flight that it is part of
+        self.turn = 0  # how often it began; results of a step planned before it began anew are dropped
+        self.asked = self.scored  # prompt tokens whose log-probability is known or will be
         self.ended = False
+        self.by_host = penalised or not _drawn_on_device(params)
         # what it found in the cache, and how it goes on from there
         self.cache, self.mode, self.truncation = request.cache, "", "off"
         self.root: Key = b""
@@ -178,6 +203,11 @@ class Branch:
         self.checkpoint = 0  # a chunk ends here, so that its state can be kept
 
     @property
+    def length(self) -> int:
+        """Tokens, those included that are being drawn."""
+        return len(self.tokens) + self.pending
+
+    @property
     def keeps_states(self) -> bool:
         """Are its states kept at the ends of blocks? Only whole ones are: no layer may have skipped what they show."""
         return self.mode == "snapshot" and self.cache.write and self.truncation in ("off", "halo")
@@ -185,6 +215,15 @@ class Branch:
     @property
     def output_tokens(self) -> int:
         return len(self.tokens) - self.prompt_tokens
+
+
+class _Flight(NamedTuple):
+    """A step that runs."""
+
+    step: int
+    branches: list[tuple[Branch, int]]  # of each chunk, and its turn
+    saved: list[tuple[Branch, int, int, int]]  # branch, turn, tokens before the state, slot it is saved to
+    images: list[int]  # requests whose image rows it makes
 
 
 class Scheduler:
@@ -222,8 +261,7 @@ class Scheduler:
         self._waiting: list[tuple[tuple[int, int, int], Branch]] = []  # a heap; ended ones are skipped when met
         self._num_waiting = 0
         self._live: dict[int, list[Branch]] = {}  # request id -> branches that have not ended
-        self._flight: list[Branch] = []  # branch of each chunk of the step that is running
-        self._saved: list[tuple[Key, int]] = []  # states that it keeps
+        self._flights: deque[_Flight] = deque()  # steps that run, oldest first
         self._parked: list[Branch] = []  # ended ones whose state their siblings want
         self._events: list[TokenEvent] = []  # to go out with the next commit
         self._rows_of: dict[int, int] = {}  # requests whose image rows the runner keeps -> of how many images, the last
@@ -237,6 +275,11 @@ class Scheduler:
     def unfinished(self) -> int:
         """Branches that have not ended."""
         return len(self.running) + self._num_waiting
+
+    @property
+    def in_flight(self) -> int:
+        """Steps that were planned and not committed or discarded."""
+        return len(self._flights)
 
     @property
     def waiting(self) -> int:
@@ -307,8 +350,8 @@ class Scheduler:
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan:
-        """Choose the next step. One plan is in flight at a time: commit or discard it before the next."""
-        assert not self._flight, f"step {self._step} is still running"
+        """Choose the next step. Of the plans in flight, each is committed or discarded before the next but one."""
+        assert len(self._flights) < MOST_IN_FLIGHT, f"{len(self._flights)} steps are still running"
         self.cache.tick(self.now)
         rows: dict[Branch, int] = {}  # in the order of the step
         prefills: list[Branch] = []
@@ -316,8 +359,10 @@ class Scheduler:
         for b in tuple(self.running):
             if b.lease is None:
                 continue  # preempted for a better one a moment ago
-            length = len(b.tokens)
-            if length - b.computed > 1:
+            length = b.length
+            if b.pending and (b.by_host or length >= b.limit):
+                continue
+            if length - b.planned > 1:
                 prefills.append(b)
             elif length <= b.lease.capacity or grow(b.lease, length) or self._make_room(b, length, rows):
                 rows[b] = 1
@@ -327,7 +372,7 @@ class Scheduler:
                 break
             if b.lease is not None:
                 count = self._chunk_rows(b, budget)
-                if self._make_room(b, b.computed + count, rows):
+                if self._make_room(b, b.planned + count, rows):
                     rows[b] = count
         if self._num_waiting and self.preemptions == preempted:
             self._start_waiting(rows)
@@ -343,18 +388,27 @@ class Scheduler:
         return StepPlan(self._step, (), (), (), over) if over else None
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
-        """Advance every branch of the step by what it computed, end those that are done, and say what happened."""
-        flight, self._flight = self._flight, []
-        assert len(flight) == len(plan.chunks), f"step {plan.step} is not the one in flight"
+        """Advance every branch of the step by what it computed, end those that are done, and say what happened.
+
+        The plan is the oldest one in flight. One without chunks is not in flight.
+        """
         events = self.take_news()
+        if not plan.chunks:
+            return events
+        flight = self._flights.popleft()
+        assert flight.step == plan.step, f"step {plan.step} is not the oldest in flight, {flight.step} is"
         tokens, failures, logprobs, scores = result.tokens, result.failures, result.logprobs, result.scores
         draw = -1
         for i, chunk in enumerate(plan.chunks):
-            b = flight[i]
-            b.in_flight = False
+            b, turn = flight.branches[i]
             draw += chunk.sample
+            if b.turn != turn:
+                continue  # it was preempted meanwhile, and will compute this again
+            b.flying -= 1
+            b.pending -= chunk.sample
             if b.ended:
-                self._release(b)
+                if not b.flying:
+                    self._release(b)
                 continue
             b.computed += len(chunk.tokens)
             self._publish(b)
@@ -382,33 +436,45 @@ class Scheduler:
                 self._forget(b)
             new = (logprobs[draw],) if draw in logprobs else ()
             events.append(TokenEvent(b.request, b.index, (token,), new, prompt_logprobs, finish, None, usage))
+        for b, turn, end, slot in flight.saved:
+            if b.turn == turn and b.computed >= end:
+                self.cache.snapshots.keep(self._keys(b, end // self.cache.block_tokens)[-1], slot)
+            else:
+                self.cache.snapshots.free(slot)
         return events
 
     def discard(self, plan: StepPlan, error: BenthicError | None = None) -> None:
-        """The step in flight brought no result. Its branches end with `error`, or without one are computed again.
+        """A step brought no result. Its branches end with `error`, or without one are computed again.
 
-        What a half-run step left in rings and carries is not usable, so even one chunk means a fresh start.
+        What a half-run step left in rings and carries is not usable, so even one chunk means a fresh start. A step that
+        was planned behind it has run on that, so it is discarded too.
         """
-        flight, self._flight = self._flight, []
-        assert len(flight) == len(plan.chunks), f"step {plan.step} is not the one in flight"
-        for request, _ in plan.images:
-            self._rows_of.pop(request, None)
         self._rows_over.update(plan.over)
-        for key, slot in self._saved:
-            self.cache.snapshots.forget(key, slot)
-        for b in flight:
-            b.in_flight = False
-            if b.ended:
-                self._release(b)
-            elif error is not None:
-                self._end(b, error=error)
-            else:
-                self._preempt(b)
+        if not plan.chunks:
+            return
+        gone = [flight for flight in self._flights if flight.step >= plan.step]
+        self._flights = deque(flight for flight in self._flights if flight.step < plan.step)
+        for flight in gone:
+            for request in flight.images:
+                self._rows_of.pop(request, None)
+            for _, _, _, slot in flight.saved:
+                self.cache.snapshots.free(slot)
+            for b, turn in flight.branches:
+                if b.turn != turn or b.lease is None:
+                    continue  # seen to already
+                b.flying = 0
+                if b.ended:
+                    self._release(b)
+                elif error is not None and flight.step == plan.step:
+                    self._end(b, error=error)
+                else:
+                    self._preempt(b)
 
     def check_invariants(self) -> None:
         """For tests: blocks have as many owners as they say, slots one, and every branch is in exactly one place."""
         self.cache.check()
-        holders = [b for b in {*self.running, *self._flight, *self._parked} if b.lease is not None]
+        flying = {b for flight in self._flights for b, turn in flight.branches if b.turn == turn}
+        holders = [b for b in {*self.running, *flying, *self._parked} if b.lease is not None]
         owners = Counter(block for b in holders if b.lease for block in b.lease.blocks)
         owners += Counter(self.cache.pinned)
         found = {block: count for block, count in enumerate(self.cache.blocks.references) if count}
@@ -470,7 +536,7 @@ class Scheduler:
                 continue
             source = self._sibling(b)
             match = Match() if source is not None else self._find(b)
-            if match.miss is Miss.IN_FLIGHT or (source is not None and source.computed < b.prompt_tokens):
+            if match.miss is Miss.IN_FLIGHT or (source is not None and source.planned < b.prompt_tokens):
                 passed.append(heapq.heappop(self._waiting))
                 continue
             shared = len(match.nodes) if source is None else b.prompt_tokens // self.cache.block_tokens
@@ -490,9 +556,10 @@ class Scheduler:
                 self._begin(b, lease, match)
             else:
                 self._fork(b, lease, source)
+            b.planned = b.computed
             insort(self.running, b, key=attrgetter("rank"))
             count = self._chunk_rows(b, budget)
-            grown = self.cache.grow(lease, b.computed + count)
+            grown = self.cache.grow(lease, b.planned + count)
             assert grown, f"{count} tokens do not fit into {self.cache.free_blocks} free blocks"
             rows[b] = count
             budget -= count
@@ -502,8 +569,8 @@ class Scheduler:
 
     def _chunk_rows(self, b: Branch, budget: int) -> int:
         """Rows of the next chunk. It ends where a state is to be kept."""
-        end = b.checkpoint if b.checkpoint > b.computed else len(b.tokens)
-        return min(budget, end - b.computed)
+        end = b.checkpoint if b.checkpoint > b.planned else b.length
+        return min(budget, end - b.planned)
 
     # ---- prefixes ----------------------------------------------------------------------------------------------------
 
@@ -574,7 +641,7 @@ class Scheduler:
         if b.output_tokens:
             return None
         for other in (*self._live[b.request], *self._parked):
-            if other.request == b.request and other.lease is not None and other.computed <= b.prompt_tokens:
+            if other.request == b.request and other.lease is not None and other.planned <= b.prompt_tokens:
                 return other
         return None
 
@@ -603,7 +670,7 @@ class Scheduler:
 
     def _room_for_images(self, b: Branch) -> bool:
         """May this branch begin, as far as the image rows of those that run allow? The first of them always may."""
-        reading = {r.request: r.images for r in self.running if r.computed < r.images_end}
+        reading = {r.request: r.images for r in self.running if r.planned < r.images_end}
         reading[b.request] = b.images
         return sum(image.tokens for images in reading.values() for image in images) <= self.image_tokens
 
@@ -611,7 +678,7 @@ class Scheduler:
         """Requests whose rows the runner may still keep and no running branch reads; they count as told."""
         if not self._rows_of and not self._rows_over:
             return ()
-        read = {b.request for b in self.running if b.computed < b.images_end}
+        read = {b.request for b in self.running if b.planned < b.images_end}
         over = self._rows_over | (self._rows_of.keys() - read)
         self._rows_of = {request: count for request, count in self._rows_of.items() if request in read}
         self._rows_over = set()
@@ -634,22 +701,28 @@ class Scheduler:
         over = self._take_over()
         copies: list[SlotCopy] = []
         saves: list[SlotCopy] = []
-        self._saved = []
+        saved: list[tuple[Branch, int, int, int]] = []
         window, size = 0 if self.prefixes is None else self.prefixes.windows.tokens, self.cache.block_tokens
         for b, count in rows.items():
-            lease, tokens, start = b.lease, b.tokens, b.computed
+            lease, tokens, start = b.lease, b.tokens, b.planned
             assert lease is not None
-            b.in_flight = True
+            b.flying += 1
+            b.planned += count
             if start < b.images_end:
                 ahead = tuple([image for image in b.images if image.first + image.tokens > start])
                 if start + count > ahead[0].first and len(ahead) > self._rows_of.get(b.request, 0):
                     self._rows_of[b.request] = len(ahead)
                     images.append((b.request, ahead))
-            sample = start + count == len(tokens)
-            ids = (tokens[-1],) if count == 1 and sample else tuple(tokens[start : start + count])
-            if b.params.prompt_logprobs is not None and b.scored < b.prompt_tokens:
-                first, last = max(start, b.scored - 1), min(start + count, b.prompt_tokens - 1)
+            length = b.length
+            sample = start + count == length
+            if count == 1 and sample:
+                ids = (PENDING if b.pending else tokens[-1],)
+            else:
+                ids = tuple(tokens[start : start + count]) + (PENDING,) * (start + count - len(tokens))
+            if b.params.prompt_logprobs is not None and b.asked < b.prompt_tokens:
+                first, last = max(start, b.asked - 1), min(start + count, b.prompt_tokens - 1)
                 if first < last:
+                    b.asked = last + 1
                     targets = tuple(tokens[first + 1 : last + 1])
                     scores.append((len(chunks), Score(first - start, targets, b.params.prompt_logprobs)))
             chunk = Chunk(b.request, start, ids, 0, sample, lease.slot, lease.table, b.index)
@@ -668,24 +741,28 @@ class Scheduler:
                 copies.append(b.copy)
                 b.copy = None
             if b.keeps_states and not (start + count) % size and start + count >= b.checkpoint:
-                key = self._keys(b, (start + count) // size)[-1]
-                place = self.cache.snapshots.place(key)
+                place = self.cache.snapshots.reserve()
                 if place is not None:
                     saves.append(SlotCopy(lease.slot, place))
-                    self._saved.append((key, place))
+                    saved.append((b, b.turn, start + count, place))
             if sample:
-                blocked = b.blocked if b.blocked and b.output_tokens < b.params.min_tokens else ()
+                blocked = b.blocked if b.blocked and length - b.prompt_tokens < b.params.min_tokens else ()
                 context = None if b.context is None else b.context[:]
-                draws.append(Draw(b.params, b.seed, len(tokens), blocked, context, b.prompt_tokens))
-        self._flight = list(rows)
+                draws.append(Draw(b.params, b.seed, length, blocked, context, b.prompt_tokens))
+                b.pending += 1
         self._step += 1
+        if rows:
+            turns = [(b, b.turn) for b in rows]
+            self._flights.append(_Flight(self._step, turns, saved, [request for request, _ in images]))
         edges = tuple(copies), tuple(saves)
         return StepPlan(self._step, tuple(chunks), tuple(draws), tuple(scores), over, tuple(images), *edges)
 
     def _preempt(self, b: Branch) -> None:
         self.running.remove(b)
         self._release(b)
-        b.computed = 0
+        b.computed = b.planned = b.pending = b.flying = 0
+        b.asked = b.scored
+        b.turn += 1
         self.preemptions += 1
         self._wait(b)
 
@@ -705,7 +782,7 @@ class Scheduler:
             self._num_waiting -= 1
             return
         self.running.remove(b)
-        if b.in_flight:
+        if b.flying:
             return
         if b.computed == b.prompt_tokens and any(other.lease is None and not other.output_tokens for other in live):
             self._parked.append(b)  # they go on from its state with the next step

@@ -131,6 +131,7 @@ def fake_loop(
     model: FakeModel | None = None,
     prefixes: Prefixes | None = None,
     snapshots: int = 0,
+    ahead: bool = False,
     **cache: Any,
 ) -> Loop:
     model = model or FakeModel(context)
@@ -145,7 +146,7 @@ def fake_loop(
         eos_ids=(EOS,),
         prefixes=prefixes,
     )
-    return Loop(scheduler, Runner(model, storage, Sampler(VOCAB)))
+    return Loop(scheduler, Runner(model, storage, Sampler(VOCAB), ahead=ahead), ahead=ahead)
 
 
 def expected(request: Request, branch: int, context: int = 400) -> list[int]:

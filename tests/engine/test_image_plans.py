@@ -1,6 +1,6 @@
 """What plans say of image rows, against a runner that keeps books: none is missing, none stays, none too many."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -30,6 +30,10 @@ class Books:
     @property
     def rows(self) -> int:
         return sum(image.tokens for images in self.kept.values() for image in images)
+
+    def start(self, plan: StepPlan) -> Callable[[], StepResult]:
+        result = self.run(plan)
+        return lambda: result
 
     def run(self, plan: StepPlan) -> StepResult:
         if plan.chunks:

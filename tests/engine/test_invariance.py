@@ -71,9 +71,9 @@ class Watching(Runner):
 
         self._graphs.run = run
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def start(self, plan: StepPlan) -> Callable[[], StepResult]:
         self.replayed = False
-        result = super().run(plan)
+        result = super().start(plan)()
         row = draw = 0
         for index, chunk in enumerate(plan.chunks):
             for position in range(chunk.start, chunk.start + len(chunk.tokens)):
@@ -83,7 +83,7 @@ class Watching(Runner):
                 at = index if self.replayed else draw
                 self._keep("logits", chunk.request, chunk.start + len(chunk.tokens), self.watched.rows[at])
                 draw += 1
-        return result
+        return lambda: result
 
     def _keep(self, what: str, request: int, position: int, row: Tensor) -> None:
         assert (what, request, position) not in self.bits, "computed twice"

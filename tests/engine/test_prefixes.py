@@ -260,8 +260,9 @@ def test_branches_share_their_prompt(cached: bool, length: int, tokens: int):
 # ---- everything at once ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_any_mixture(seed: int):
+def test_any_mixture(seed: int, ahead: bool):
     """Requests that share beginnings in every mode, with aborts, a failing step and too few blocks."""
     rng = random.Random(seed)
     loop = fake_loop(
@@ -274,6 +275,7 @@ def test_any_mixture(seed: int):
         snapshots=rng.choice([0, 1, 3]),
         eviction=rng.choice(["lru", "s3-fifo"]),
         ttl_seconds=rng.choice([0.0, 30.0]),
+        ahead=ahead,
     )
     stems = [prompt(rng.randrange(1, 40), seed=100 + i) for i in range(3)]
     requests: list[Request] = []
@@ -289,7 +291,11 @@ def test_any_mixture(seed: int):
                 stem = (*before.prompt, *(t for e in events[before.id, 0] for t in e.tokens))[:70]
             ids = (*stem[: rng.randrange(1, len(stem) + 1)], *prompt(rng.randrange(0, 12), seed=rng.randrange(99)))
             params = SamplingParams(
-                temperature=rng.choice([0.0, 1.0]), max_tokens=rng.randrange(1, 12), n=rng.choice([1, 1, 1, 3])
+                temperature=rng.choice([0.0, 1.0]),
+                max_tokens=rng.randrange(1, 12),
+                n=rng.choice([1, 1, 1, 3]),
+                min_tokens=rng.choice([0, 0, 0, 1]),
+                presence_penalty=rng.choice([0.0, 0.0, 0.0, 1.5]),
             )
             options = CacheOptions(
                 read=rng.random() < 0.9,
