@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING, Any
 
-from benthic.types import SamplingParams
+from benthic.types import CacheOptions, SamplingParams
 
 if TYPE_CHECKING:
     from benthic.engine.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "CacheOptions", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -51,6 +51,17 @@ IMAGES_READ = counter(
 )
 COMPUTED_TOKENS = counter("benthic_computed_tokens_total", "rows the model computed, recomputed ones included")
 GENERATION_TOKENS = counter("benthic_generation_tokens_total", "tokens produced, counted as their step is committed")
+PROMPT_TOKENS = counter("benthic_prompt_tokens_total", "prompt tokens of completions that ended")
+CACHED_PROMPT_TOKENS = counter(
+    "benthic_cached_prompt_tokens_total", "of these, tokens whose blocks were found in the cache"
+)
+PREFIX_MISSES = counter(
+    "benthic_prefix_misses_total",
+    "completions that ended and had found less than all of their prompt, by what stopped the search",
+    ["reason"],
+)
+EVICTIONS = counter("benthic_evicted_blocks_total", "cached blocks given up to make room")
+CACHED_BLOCKS = gauge("benthic_cached_blocks", "blocks that a later prompt may find, after a step is committed")
 REQUESTS_FINISHED = counter(
     "benthic_requests_finished_total",
     "completions that ended, as their last event is made; reason: stop, length, abort or error",

@@ -207,6 +207,9 @@ class CacheOptions:
     truncation: str | None = None  # what prompts do not compute; None: the configuration's
 
 
+CACHED = CacheOptions()  # what a request does that says nothing
+
+
 @dataclass(slots=True)
 class Request:
     """One unit of work for the engine: a prompt, how to sample, and where it stands in the queue.
@@ -221,7 +224,7 @@ class Request:
     priority: int = 0  # smaller runs first; equal: first come, first served
     arrival_seconds: float = 0.0
     images: tuple[ImageInput, ...] = ()  # in the order of their spans
-    cache: CacheOptions = CacheOptions()
+    cache: CacheOptions = CACHED
 
     @property
     def image_tokens(self) -> int:

@@ -75,6 +75,11 @@ class CacheManager:
         return self.blocks.free + (self.prefix.idle if self.prefix is not None else 0)
 
     @property
+    def cached_blocks(self) -> int:
+        """Blocks that a prompt may find."""
+        return 0 if self.prefix is None else len(self.prefix)
+
+    @property
     def usable_tokens(self) -> int:
         """Positions one sequence could have if it were alone."""
         return self.blocks.usable * self.block_tokens

@@ -257,6 +257,8 @@ def _json_body(item: Item, index: int, number: int, completion: "Completion", ch
         "prompt_tokens": prompt_tokens,
         "completion_tokens": tokens,
         "total_tokens": prompt_tokens + tokens,
+        "cached_tokens": completion.usage.cached_tokens,
+        "miss": completion.usage.miss,
     }
     body["timing"] = choice.timing._asdict()
     return body

@@ -48,8 +48,10 @@ from benthic.text.reply import Message, ReplyParser, ToolCallDelta
 from benthic.text.stop import StopMatcher
 from benthic.text.tokenizer import FILE_NAME, IncrementalDecoder, Tokenizer
 from benthic.types import (
+    CACHED,
     NUMERICS,
     Abort,
+    CacheOptions,
     FinishReason,
     ImageInput,
     Request,
@@ -406,6 +408,7 @@ class LLM:
         stream: Literal[False] = False,
         progress: bool | None = None,
         priority: int = 0,
+        cache: CacheOptions = CACHED,
     ) -> list[Completion]: ...
     @overload
     def generate(
@@ -416,6 +419,7 @@ class LLM:
         stream: Literal[True],
         progress: bool | None = None,
         priority: int = 0,
+        cache: CacheOptions = CACHED,
     ) -> Iterator[Piece]: ...
     def generate(
         self,
@@ -425,6 +429,7 @@ class LLM:
         stream: bool = False,
         progress: bool | None = None,
         priority: int = 0,
+        cache: CacheOptions = CACHED,
     ) -> list[Completion] | Iterator[Piece]:
         """Continue text.
 
@@ -435,6 +440,7 @@ class LLM:
                   closing it ends what has not finished.
         progress  a progress bar on standard error; None: when there are many prompts and a terminal.
         priority  smaller runs first.
+        cache     what to do with prefixes that are cached, for all prompts.
         Raises    RequestError, before anything runs, if any of the requests cannot be served. An error on the way
                   stands in its completion's `error`; with a single prompt it is raised.
         """
@@ -443,7 +449,7 @@ class LLM:
         for i, (ids, p) in enumerate(zip(todo, _matched(params, len(todo)), strict=True)):
             if p.stop and self.tokenizer is None:
                 raise BadField("stop", p.stop, f"no stop strings: the checkpoint has no {FILE_NAME}")
-            request = self._request(ids, p, priority, i)
+            request = self._request(ids, p, priority, i, cache=cache)
             session.add(request, [_TextReader(self.tokenizer, p.stop) for _ in range(p.n)])
         if stream:
             return iter(session)
@@ -463,6 +469,7 @@ class LLM:
         tool_choice: str | Mapping[str, Any] | None = None,
         response_format: Mapping[str, Any] | None = None,
         priority: int = 0,
+        cache: CacheOptions = CACHED,
     ) -> Completion: ...
     @overload
     def chat(
@@ -477,6 +484,7 @@ class LLM:
         tool_choice: str | Mapping[str, Any] | None = None,
         response_format: Mapping[str, Any] | None = None,
         priority: int = 0,
+        cache: CacheOptions = CACHED,
     ) -> Iterator[Piece]: ...
     def chat(
         self,
@@ -490,6 +498,7 @@ class LLM:
         tool_choice: str | Mapping[str, Any] | None = None,
         response_format: Mapping[str, Any] | None = None,
         priority: int = 0,
+        cache: CacheOptions = CACHED,
     ) -> Completion | Iterator[Piece]:
         """The assistant's next turn of a conversation.
 
@@ -514,7 +523,7 @@ class LLM:
             spans=self.model.image_tokens,
         )
         session = _Session(self)
-        request = self._request(prompt.ids, params, priority, 0, prompt.images)
+        request = self._request(prompt.ids, params, priority, 0, prompt.images, cache)
         session.add(request, [_ReplyReader(self.encoder, prompt) for _ in range(params.n)])
         return iter(session) if stream else self._finish(session, False)[0]
 
@@ -577,6 +586,7 @@ class LLM:
         priority: int,
         index: int,
         images: Sequence[PromptImage] = (),
+        cache: CacheOptions = CACHED,
     ) -> Request:
         """A request that can be served. Pixels are read once the rest of it is known to be fine."""
         if self._closed:
@@ -593,7 +603,7 @@ class LLM:
         else:
             seed = secrets.randbits(63)
         places = tuple(ImageInput(image.first, image.tokens, _digest(image)) for image in images)
-        request = Request(next(self._numbers), ids, params, seed, priority, perf_counter(), places)
+        request = Request(next(self._numbers), ids, params, seed, priority, perf_counter(), places, cache)
         self.loop.scheduler.check(request)
         read: dict[str, object] = {}
         for image, place in zip(images, places, strict=True):

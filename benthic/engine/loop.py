@@ -89,7 +89,7 @@ class Loop:
         self._flight: _Flight | None = None  # the step that runs
         self.inbox, self.outbox = Inbox(), Outbox()
         self.times: deque[StepTimes] = deque(maxlen=_STEPS_KEPT)  # the last steps, newest last
-        self._preemptions = 0  # of the scheduler, as far as they are counted
+        self._preemptions = self._evictions = 0  # as far as they are counted
 
     @property
     def busy(self) -> bool:
@@ -165,6 +165,11 @@ class Loop:
         self.outbox.send(events)
         metrics.GENERATION_TOKENS.inc(sum(len(event.tokens) for event in events))
         for event in events:
+            if event.usage is not None:
+                metrics.PROMPT_TOKENS.inc(event.usage.prompt_tokens)
+                metrics.CACHED_PROMPT_TOKENS.inc(event.usage.cached_tokens)
+                if event.usage.miss is not None:
+                    metrics.PREFIX_MISSES.labels(event.usage.miss.value).inc()
             if event.finish is not None or event.error is not None:
                 reason = "error" if event.finish is None else event.finish.value
                 metrics.REQUESTS_FINISHED.labels(reason).inc()
@@ -177,5 +182,9 @@ class Loop:
         metrics.KV_BLOCKS_USED.set(blocks.usable - blocks.free)
         metrics.PREEMPTIONS.inc(scheduler.preemptions - self._preemptions)
         self._preemptions = scheduler.preemptions
+        cache = scheduler.cache
+        metrics.EVICTIONS.inc(cache.evictions - self._evictions)
+        self._evictions = cache.evictions
+        metrics.CACHED_BLOCKS.set(cache.cached_blocks)
         metrics.COMPUTED_TOKENS.inc(plan.tokens)
         metrics.STEP_SECONDS.observe(seconds)

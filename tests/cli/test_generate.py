@@ -128,7 +128,13 @@ def test_json_has_one_object_for_each_choice(engine: ScriptedEngine, capsys: pyt
         "text": " answer 1 to ü",
         "token_ids": [7, 7, 7, 7],
         "finish_reason": "stop",
-        "usage": {"prompt_tokens": 4, "completion_tokens": 4, "total_tokens": 8},
+        "usage": {
+            "prompt_tokens": 4,
+            "completion_tokens": 4,
+            "total_tokens": 8,
+            "cached_tokens": 0,
+            "miss": None,
+        },
         "timing": {"ttft_seconds": 0.25, "total_seconds": 1.5, "tpot_seconds": 0.125},
     }
     assert "ü" in out
