@@ -62,7 +62,14 @@ class Watching(Sampler):
 
 class Engine:
     def __init__(
-        self, model: Model, *, on_device: bool = False, cached: bool = True, budget: int = 4096, blocks: int = 80
+        self,
+        model: Model,
+        *,
+        on_device: bool = False,
+        cached: bool = True,
+        budget: int = 4096,
+        blocks: int = 80,
+        ahead: bool = False,
     ):
         self.storage = Storage(model.cache_spec, blocks + 1, 4, block_tokens=BLOCK, states=4)
         self.storage.poison()
@@ -76,7 +83,8 @@ class Engine:
             ),
         )
         self.sampler = Watching(model.vocab_size)
-        self.loop = Loop(self.scheduler, Runner(model, self.storage, self.sampler, on_device=on_device))
+        runner = Runner(model, self.storage, self.sampler, on_device=on_device, ahead=ahead)
+        self.loop = Loop(self.scheduler, runner, ahead=ahead)
         self.rows = 0
         if on_device:  # rows are decided there; these want to be looked at
             self.sampler.special = lambda draws: list(range(len(draws)))  # type: ignore[method-assign]
@@ -87,7 +95,7 @@ class Engine:
         tokens: dict[int, list[int]] = defaultdict(list)
         while self.loop.busy:
             self.loop.step()
-            self.rows += self.loop.times[-1].tokens
+            self.rows += self.loop.times[-1].tokens if self.loop.times else 0
             for event in self.loop.outbox.take():
                 assert event.error is None, event.error
                 tokens[event.request] += event.tokens
@@ -246,3 +254,18 @@ def test_tiny_choices_survive_a_hit(models: Callable[[str], Model]):
         engine = Engine(model)
         engine.ask(request(1, FIRST, mode=mode))
         assert engine.ask(request(2, (*FIRST[:140], *NEXT), tokens=8, mode=mode)) == want
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_steps_begun_ahead_are_the_same_steps(model: Model, form: str):
+    """Three requests that share beginnings, stop and are preempted, each step begun while the one before runs."""
+    requests = [request(i, (*FIRST[: 30 + 8 * i], *ids_of(5, i)), tokens=45) for i in range(3)]
+    one_by_one = Engine(model, on_device=FORMS[form], blocks=7)
+    want = one_by_one.ask(*requests)
+    ahead = Engine(model, on_device=FORMS[form], blocks=7, ahead=True)
+    if FORMS[form]:  # draws that the host decides are never ahead
+        del ahead.sampler.special
+    assert ahead.ask(*requests) == want
+    assert one_by_one.scheduler.preemptions > 0
+    assert ahead.scheduler.preemptions > 0
+    ahead.loop.close()
