@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from benthic.cache.blocks import BlockPool, SlotPool
 from benthic.cache.eviction import POLICIES
@@ -188,7 +189,7 @@ class CacheManager:
     # ---- pins --------------------------------------------------------------------------------------------------------
 
     def pin(self, keys: Sequence[Key], now: float, until: float) -> Pin:
-        """Keep what is cached of this prefix, whoever needs room, until then or `unpin`."""
+        """Keep what is cached of this prefix until then or `unpin`, unless nobody could go on otherwise."""
         nodes = self.find(keys, now).nodes
         self._hold(nodes)
         pin = Pin([node.block for node in nodes], until)
@@ -201,6 +202,13 @@ class CacheManager:
             self._pins.remove(pin)
             self._let_go(pin.blocks)
             pin.blocks = []
+
+    def give_way(self) -> bool:
+        """End the pin that ends first, since somebody cannot go on otherwise. False: there is none."""
+        if not self._pins:
+            return False
+        self.unpin(min(self._pins, key=attrgetter("until")))
+        return True
 
     @property
     def pinned(self) -> list[int]:

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, Protocol, cast, overload
 import torch
 from tqdm import tqdm
 
-from benthic.cache.manager import CacheManager
+from benthic.cache.manager import CacheManager, Pin
 from benthic.cache.spec import BLOCK_TOKENS, block_layout, blocks_for
 from benthic.cache.storage import Storage
 from benthic.config import Config, load
@@ -539,6 +539,16 @@ class LLM:
             self._encoder = ChatEncoder(tokenizer)
         return self._encoder
 
+    def session(
+        self, prompt: str | Sequence[int] = "", *, cache: CacheOptions = CACHED, lease_seconds: float = 600.0
+    ) -> "Session":
+        """A sequence that grows, is branched and taken back, and whose beginning stays cached meanwhile.
+
+        prompt         what it begins with, text or ids; more comes with `append`.
+        lease_seconds  how long its blocks stay after its last use; a new use renews it.
+        """
+        return Session(self, self._prompts(prompt)[0] if len(prompt) else (), cache, lease_seconds)
+
     # ---- lifetime ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -667,6 +677,69 @@ class LLM:
                 self._settle()
             for id in session.order:
                 self._sessions.pop(id, None)
+
+
+class Session:
+    """What `LLM.session` returns. Its tokens are the caller's: appended, answered, forked and taken back.
+
+    with llm.session("Once upon a time") as story:
+        story.generate(SamplingParams(max_tokens=40))
+        other = story.fork()
+    """
+
+    def __init__(self, llm: LLM, tokens: Sequence[int], cache: CacheOptions, lease_seconds: float):
+        self.llm, self.tokens, self.cache, self.lease_seconds = llm, tuple(tokens), cache, lease_seconds
+        self._pin: Pin | None = None
+
+    def append(self, more: str | Sequence[int]) -> None:
+        """Text (without a begin-of-sentence id, unless it is the first) or ids behind what is there."""
+        if isinstance(more, str):
+            more = self.llm._text().encode(more, bos=not self.tokens)
+        self.tokens = (*self.tokens, *more)
+
+    def generate(self, params: SamplingParams | None = None, *, priority: int = 0) -> Completion:
+        """Go on from here. The first choice's tokens belong to the session from now on. Raises RequestError."""
+        params = params or SamplingParams()
+        (done,) = self.llm.generate([self.tokens], params, progress=False, priority=priority, cache=self.cache)
+        self.tokens = (*self.tokens, *done.token_ids)
+        self._keep()
+        return done
+
+    def fork(self) -> "Session":
+        """Another session with the same tokens. Both share what is cached."""
+        other = Session(self.llm, self.tokens, self.cache, self.lease_seconds)
+        other._keep()
+        return other
+
+    def rewind(self, tokens: int) -> None:
+        """Keep the first `tokens` tokens. Raises BadField."""
+        if not 0 <= tokens <= len(self.tokens):
+            raise BadField("tokens", tokens, f"a number in [0, {len(self.tokens)}]")
+        self.tokens = self.tokens[:tokens]
+        self._keep()
+
+    def close(self) -> None:
+        """Its blocks may go. May be called again."""
+        with self.llm._lock:
+            if not self.llm._closed:
+                self.llm.loop.scheduler.unpin(self._pin)
+            self._pin = None
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _keep(self) -> None:
+        with self.llm._lock:
+            if self.llm._closed:
+                raise EngineClosed
+            scheduler, before = self.llm.loop.scheduler, self._pin
+            self._pin = scheduler.pin(self.tokens, self.cache, self.lease_seconds)
+            scheduler.unpin(before)
 
 
 def build_loop(

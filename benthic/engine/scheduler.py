@@ -41,7 +41,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from benthic.cache import prefix
-from benthic.cache.manager import CacheManager, Lease, Match
+from benthic.cache.manager import CacheManager, Lease, Match, Pin
 from benthic.cache.prefix import Key
 from benthic.cache.replay import Windows
 from benthic.errors import (
@@ -58,6 +58,7 @@ from benthic.types import (
     PENDING,
     TRUNCATIONS,
     Abort,
+    CacheOptions,
     Chunk,
     Draw,
     FinishReason,
@@ -342,6 +343,18 @@ class Scheduler:
             if branch is None or b.index == branch:
                 self._end(b, reason=reason)
 
+    def pin(self, ids: Sequence[int], options: CacheOptions, seconds: float) -> Pin | None:
+        """Keep what is cached of `ids` for so long, or until `unpin`. None: no prefixes are kept."""
+        if self.prefixes is None or self.cache.prefix is None:
+            return None
+        root = self.prefixes.root(options.salt, options.mode or self.prefixes.mode)
+        keys = prefix.chain(root, ids, self.cache.block_tokens)
+        return self.cache.pin(keys, self.now, self.now + seconds)
+
+    def unpin(self, pin: Pin | None) -> None:
+        if pin is not None:
+            self.cache.unpin(pin)
+
     def take_news(self) -> list[TokenEvent]:
         """Events that need no step to be known: refusals and aborts. Otherwise the next commit brings them."""
         events, self._events = self._events, []
@@ -517,6 +530,8 @@ class Scheduler:
         assert b.lease is not None
         while not self.cache.grow(b.lease, tokens):
             victim = self.running[-1]
+            if victim is self.running[0] and self.cache.give_way():
+                continue
             rows.pop(victim, None)
             self._preempt(victim)
             if victim is b:
@@ -542,6 +557,9 @@ class Scheduler:
             shared = len(match.nodes) if source is None else b.prompt_tokens // self.cache.block_tokens
             own = self.cache.blocks_for(len(b.tokens))
             own += (own < self._most_blocks(b)) - shared
+            while own + promised > self.cache.free_blocks - self.cache.idle_blocks(match):
+                if self.running or not self.cache.give_way():
+                    break
             if self.running and own + promised > self.cache.free_blocks - self.cache.idle_blocks(match):
                 break
             if source is None and b.images and not self._room_for_images(b):

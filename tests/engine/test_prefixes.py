@@ -357,3 +357,23 @@ def test_an_image_is_more_than_its_place():
         roots[number] = scheduler._keys(branch, 6)
     assert [len({keys[i] for keys in roots.values()}) for i in range(6)] == [1, 4, 4, 4, 5, 5]
     assert roots[1][:4] == roots[4][:4]
+
+
+def test_pins_keep_blocks_until_nobody_could_go_on():
+    ids = prompt(40)
+    loop = fake_loop(blocks=22, prefixes=prefixes())
+    ask(loop, request(1, ids))
+    pin = loop.scheduler.pin(ids, CacheOptions(), 100.0)
+    assert pin is not None
+    for number in range(2, 6):  # would push the prefix out
+        loop.inbox.put(request(number, prompt(30, seed=number)))
+        while loop.busy:
+            loop.step()
+            loop.scheduler.check_invariants()
+        loop.outbox.take()
+    assert len(pin.blocks) == 10
+    large = request(9, prompt(70, seed=9))
+    loop.inbox.put(large)
+    events, _ = drive(loop)
+    assert [t for e in events[9, 0] for t in e.tokens] == expected(large, 0)
+    assert not pin.blocks
