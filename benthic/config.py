@@ -96,7 +96,6 @@ class GpuConfig:
         "where n-gram tables lie: `device`, or `host`: pinned memory read over the link",
         choices=("device", "host"),
     )
-    deterministic: bool = opt(False, "the bits of an answer do not depend on what else is computed in the same step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +103,9 @@ class Config:
     model: str = opt("minnow", "a packaged model's name, or a checkpoint folder")
     numerics: str = opt("reference", "how values are rounded: the profile's name", choices=tuple(NUMERICS))
     device: str = opt("cpu", "`cpu`, `cuda`, `cuda:N`, or `auto`: the first GPU when there is one, else the CPU")
+    deterministic: bool = opt(
+        False, "the bits of an answer do not depend on what else is computed, on chunks, or on what was cached"
+    )
     seed: int | None = opt(
         None, "seed for requests that bring none; `none`: a new one each time", low=0, high=2**63 - 1
     )

@@ -373,6 +373,15 @@ class BadMessages(RequestError):
         super().__init__(f"{where}: {detail}")
 
 
+class BadReceipt(RequestError):
+    """A receipt that cannot be read, or that another model made."""
+
+    code = "bad_receipt"
+
+    def __init__(self, where: str, detail: str):
+        super().__init__(f"receipt {where}: {detail}")
+
+
 class UnknownModel(RequestError):
     """No such model: neither a packaged name nor a checkpoint folder."""
 

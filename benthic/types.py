@@ -90,6 +90,7 @@ class SamplingParams:
     seed: int | None = None  # [0, 2**63); None: drawn once when the request is made
     logprobs: int | None = None  # top-k raw log-probabilities of each output token; 0: the token's own; None: off
     prompt_logprobs: int | None = None  # the same for the prompt
+    receipt: bool = False  # the answer brings a receipt, see `engine/receipt.py`
 
     def validate(self, vocab_size: int | None = None) -> None:
         """Check every range. vocab_size: ids must lie below it; None: not known here, ids need only be >= 0.
@@ -112,6 +113,7 @@ class SamplingParams:
             if count is not None:
                 _integer(name, count, 0, MAX_LOGPROBS if vocab_size is None else min(MAX_LOGPROBS, vocab_size))
         _flag("ignore_eos", self.ignore_eos)
+        _flag("receipt", self.receipt)
         _stop_strings(self.stop)
         _token_ids("allowed_ids", self.allowed_ids, vocab_size)
         _token_ids("banned_ids", self.banned_ids, vocab_size)
@@ -332,6 +334,7 @@ class StepResult:
     scores: dict[int, tuple[TokenLogprobs, ...]] = field(
         default_factory=dict[int, tuple[TokenLogprobs, ...]]
     )  # index of the chunk -> prompt rows
+    digests: dict[int, bytes] = field(default_factory=dict[int, bytes])  # index of the draw -> of the logits
 
 
 class Usage(NamedTuple):
@@ -355,3 +358,4 @@ class TokenEvent:
     finish: FinishReason | None = None
     error: BenthicError | None = None
     usage: Usage | None = None  # set on the last event of the branch
+    digests: tuple[bytes, ...] = ()  # of the logits that `tokens` were drawn from, when a receipt is asked for

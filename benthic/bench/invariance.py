@@ -1,6 +1,6 @@
 """What it costs that a row's bits do not depend on the other rows: each kernel of a step with and without the mode.
 
-The mode is `gpu.deterministic`, in code `backends.invariant()`. Kernels run at sizes of decode steps, from CUDA graphs
+The mode is `deterministic`, in code `backends.invariant()`. Kernels run at sizes of decode steps, from CUDA graphs
 and cold, as in `kernel.py`; both times are of the same operands.
 """
 

@@ -310,7 +310,7 @@ def first_token(config: Config, model: Path) -> float:
         words += ["--model", str(model), "--numerics", config.numerics, "--device", config.device]
         words += ["--cpu.threads", str(config.cpu.threads), "--cpu.native", config.cpu.native]
         words += ["--gpu.graphs", str(config.gpu.graphs).lower(), "--gpu.engram-tables", config.gpu.engram_tables]
-        words += ["--gpu.deterministic", str(config.gpu.deterministic).lower()]
+        words += ["--deterministic", str(config.deterministic).lower()]
         command = [sys.executable, "-m", "benthic.cli.main", *words]
     else:  # a checkpoint without text: token ids instead
         code = (

@@ -102,6 +102,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sampling_arguments(parser)
     parser.add_argument("--n", type=int, default=1, help="completions of each prompt (default: 1)")
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of text")
+    parser.add_argument(
+        "--receipts",
+        type=Path,
+        metavar="FOLDER",
+        help="write a receipt for each completion, to be produced again by `benthic replay`",
+    )
     parser.add_argument("--no-echo", action="store_true", help="leave the prompt out before its continuation")
     config.add_arguments(parser, skip=("seed",))
 
@@ -159,7 +165,9 @@ def run(args: argparse.Namespace) -> int:
     for flag in ("system", "think", "image"):
         if not args.chat and (value := getattr(args, flag)) not in (None, False, []):
             raise BadField(f"--{flag}", value, "--chat beside it")
-    items = read_items(args, sampling_params(args, n=args.n))
+    items = read_items(args, sampling_params(args, n=args.n, receipt=args.receipts is not None))
+    if args.receipts is not None:
+        args.receipts.mkdir(parents=True, exist_ok=True)
     began = perf_counter()
     with open_engine(settings) as engine:
         loaded = perf_counter()
@@ -168,6 +176,8 @@ def run(args: argparse.Namespace) -> int:
         try:
             for index, piece in streams:
                 writer.take(index, piece)
+                if args.receipts is not None and piece.completion is not None:
+                    _write_receipts(args.receipts, index, piece.completion)
         except KeyboardInterrupt:
             if not args.json:
                 print(flush=True)  # leave the line the text stands in
@@ -179,6 +189,14 @@ def run(args: argparse.Namespace) -> int:
                 f"{speed(writer.tokens, perf_counter() - loaded)}; loading took {loaded - began:.1f} s", file=sys.stderr
             )
     return max((error.exit_code for error in writer.errors), default=0)
+
+
+def _write_receipts(folder: Path, index: int, completion: "Completion") -> None:
+    """FOLDER/<number of the prompt>-<number of the completion>.json."""
+    for number, choice in enumerate(completion.choices):
+        if choice.receipt is not None:
+            text = json.dumps(choice.receipt.to_json(), ensure_ascii=False, indent=1)
+            (folder / f"{index}-{number}.json").write_text(text + "\n", encoding="utf-8")
 
 
 def _streams(engine: Engine, items: Sequence[Item], args: argparse.Namespace) -> "Iterator[tuple[int, Piece]]":

@@ -25,6 +25,7 @@ from benthic.errors import BenthicError
 VERBS = {
     "generate": "complete prompts from the command line, a file or standard input",
     "chat": "talk to the model in the terminal",
+    "replay": "produce an answer again from its receipt, and say what differs",
     "inspect": "show a checkpoint's layer plan, parameters and bytes",
     "bench": "measure speed and memory on this machine",
     "train": "train the small model that ships with Benthic",

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import platform
 import secrets
 import signal
 import sys
@@ -10,6 +11,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import count
 from os import sched_getaffinity
 from pathlib import Path
@@ -20,12 +22,14 @@ from typing import Any, Literal, NamedTuple, Protocol, cast, overload
 import torch
 from tqdm import tqdm
 
+import benthic
 from benthic.cache.manager import CacheManager, Pin
 from benthic.cache.spec import BLOCK_TOKENS, block_layout, blocks_for
 from benthic.cache.storage import Storage
 from benthic.config import Config, load
 from benthic.engine.graphs import NotCapturable, sizes
 from benthic.engine.loop import Loop
+from benthic.engine.receipt import Maker, Receipt, digest_of
 from benthic.engine.runner import Model, Runner
 from benthic.engine.sampler import Sampler
 from benthic.engine.scheduler import Prefixes, Scheduler, branch_seed
@@ -33,6 +37,7 @@ from benthic.errors import (
     BadConfigKey,
     BadField,
     BadImage,
+    BadReceipt,
     BadSetting,
     BenthicError,
     DeviceUnavailable,
@@ -90,6 +95,7 @@ class Choice:
     timing: Timing
     message: Message | None = None  # of a conversation: reasoning, content and tool calls
     error: BenthicError | None = None
+    receipt: Receipt | None = None  # when asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +130,10 @@ class Completion:
     @property
     def message(self) -> Message | None:
         return self.choices[0].message
+
+    @property
+    def receipt(self) -> Receipt | None:
+        return self.choices[0].receipt
 
     @property
     def error(self) -> BenthicError | None:
@@ -221,6 +231,7 @@ class _Stream:
         self.prompt, self.choice, self.params, self.reader, self.started = prompt, choice, params, reader, started
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
+        self.digests: list[bytes] = []
         self.first = 0.0
         self.stopped = False  # ended by its text
         self.done: Choice | None = None
@@ -233,6 +244,7 @@ class _Stream:
                 self.first = perf_counter()
             self.tokens += event.tokens
             self.logprobs += event.logprobs
+            self.digests += event.digests
             armed = len(self.tokens) >= self.params.min_tokens
             shown = self.reader.push(event.tokens, armed, event.finish is FinishReason.STOP)
             self.stopped = self.reader.finished
@@ -296,6 +308,10 @@ class _Session:
             return []
         was_stopped = stream.stopped
         pieces = stream.take(event)
+        request = self.requests[event.request]
+        if request.params.receipt and stream.done is not None and stream.done.error is None:
+            receipt = self.llm._receipt(request, event.branch, stream)
+            stream.done = replace(stream.done, receipt=receipt)
         if pieces and all(s.done is not None for s in self.streams[event.request]):
             pieces[-1] = replace(pieces[-1], completion=self.completion(event.request))
         self.pieces += pieces
@@ -364,7 +380,7 @@ class LLM:
         torch.set_num_threads(config.cpu.threads or len(sched_getaffinity(0)))
         if self.device.type == "cpu":
             native.setup(config.cpu.native, config.cpu.compiler, config.cpu.cache_dir)
-        checkpoint = Checkpoint.open(config.model)
+        checkpoint = self._checkpoint = Checkpoint.open(config.model)
         self.path = checkpoint.path
         self.tokenizer = None if checkpoint.tokenizer_path is None else Tokenizer(checkpoint.tokenizer_path)
         module = family(checkpoint.config.architectures[0])
@@ -549,6 +565,41 @@ class LLM:
         """
         return Session(self, self._prompts(prompt)[0] if len(prompt) else (), cache, lease_seconds)
 
+    def replay(self, receipt: Receipt) -> Receipt:
+        """Produce the answer of a receipt again, and its receipt of now. Raises BadReceipt: another model's."""
+        maker = self.maker
+        if maker.model != receipt.made_by.model:
+            raise BadReceipt("model", f"it is of checkpoint {receipt.made_by.model[:16]}, this is {maker.model[:16]}")
+        count = len(receipt.tokens)
+        params = replace(
+            receipt.params,
+            n=1,
+            seed=receipt.seed,
+            stop=(),
+            max_tokens=max(count, 1),
+            min_tokens=min(receipt.params.min_tokens, count),
+            receipt=True,
+        )
+        found = self.generate([receipt.prompt], params, progress=False)[0].receipt
+        assert found is not None, "an answer came without the receipt it was asked for"
+        return found
+
+    @cached_property
+    def maker(self) -> Maker:
+        """What decides the bits of this engine's answers. Cost: reads the checkpoint once."""
+        native_build = native.status().detail if self.device.type == "cpu" else ""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine()
+        return Maker(
+            model=self._checkpoint.digest(),
+            numerics=self.config.numerics,
+            deterministic=self.config.deterministic,
+            cache=f"{self.config.cache.mode}, {self.config.cache.truncation}" if self.config.cache.prefix else "off",
+            device=f"{self.device.type} {name}",
+            benthic=benthic.__version__,
+            torch=str(torch.__version__),
+            kernels=native_build or "triton",
+        )
+
     # ---- lifetime ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -572,6 +623,16 @@ class LLM:
         self.close()
 
     # ---- within ------------------------------------------------------------------------------------------------------
+
+    def _receipt(self, request: Request, branch: int, stream: _Stream) -> Receipt:
+        return Receipt(
+            made_by=self.maker,
+            prompt=request.prompt,
+            params=replace(request.params, receipt=False),
+            seed=branch_seed(request.seed, branch),
+            tokens=tuple(stream.tokens),
+            digest=digest_of(stream.digests),
+        )
 
     def _text(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -612,6 +673,8 @@ class LLM:
             seed = branch_seed(self.config.seed, index)
         else:
             seed = secrets.randbits(63)
+        if images and params.receipt:
+            raise BadField("receipt", True, "no receipt for a prompt with images: it would have to hold them")
         places = tuple(ImageInput(image.first, image.tokens, _digest(image)) for image in images)
         request = Request(next(self._numbers), ids, params, seed, priority, perf_counter(), places, cache)
         self.loop.scheduler.check(request)
@@ -791,7 +854,7 @@ def build_loop(
     )
     sampler = Sampler(model.vocab_size, device, never)
     ahead = config.scheduler.ahead == "on" or (config.scheduler.ahead == "auto" and device.type == "cuda")
-    runner = Runner(model, storage, sampler, deterministic=config.gpu.deterministic, ahead=ahead)
+    runner = Runner(model, storage, sampler, deterministic=config.deterministic, ahead=ahead)
     if device.type == "cuda":
         _compile(runner, config.scheduler.token_budget)
     captured = device.type == "cuda" and config.gpu.graphs and _capture(runner)

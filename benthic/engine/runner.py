@@ -214,7 +214,7 @@ class Runner:
             slots = [chunk.slot for chunk in plan.chunks if chunk.sample]
             self.storage.last_token[torch.tensor(slots)] = torch.tensor(sampled.tokens)
         self.forward_seconds, self.sample_seconds = computed - started, perf_counter() - computed
-        return StepResult(sampled.tokens, sampled.failures, sampled.logprobs, scores)
+        return StepResult(sampled.tokens, sampled.failures, sampled.logprobs, scores, sampled.digests)
 
     # ---- on a GPU ----------------------------------------------------------------------------------------------------
 
@@ -253,7 +253,7 @@ class Runner:
             tokens, peaks = back.wait()
             sampled = self.sampler.finish_rows(tokens, peaks, logits, rows, plan.draws, requests, special)
             self.forward_seconds, self.sample_seconds = enqueued - started, perf_counter() - asked
-            return StepResult(sampled.tokens, sampled.failures, sampled.logprobs, scores)
+            return StepResult(sampled.tokens, sampled.failures, sampled.logprobs, scores, sampled.digests)
 
         return result
 

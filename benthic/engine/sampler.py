@@ -3,6 +3,7 @@
 Rows that ask for nothing special share one arg-max; the rest pay for what they use.
 """
 
+import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -39,6 +40,7 @@ class Sampled(NamedTuple):
     tokens: list[int]
     failures: dict[int, BenthicError]
     logprobs: dict[int, TokenLogprobs]
+    digests: dict[int, bytes]  # of the row's logits, where a receipt is asked for
 
 
 class Sampler:
@@ -57,7 +59,7 @@ class Sampler:
     def __call__(self, logits: Tensor, draws: Sequence[Draw], requests: Sequence[int] | None = None) -> Sampled:
         """logits [R, V] f32, left as they are; R draws; the requests they belong to, for error texts."""
         if not draws:
-            return Sampled([], {}, {})
+            return Sampled([], {}, {}, {})
         recipes = [self._recipe(d.params) for d in draws]
         # masks are added, not written: a NaN under a mask stays one, and its request fails
         work = logits if self._never is None else logits + self._never
@@ -78,10 +80,11 @@ class Sampler:
             found = _rank(logits[torch.tensor(wanted, device=logits.device)], [tokens[i] for i in wanted], k)
             for i, entry in zip(wanted, found, strict=True):
                 logprobs[i] = entry._replace(top=entry.top[: draws[i].params.logprobs])
-        return Sampled(tokens, failures, logprobs)
+        digests = {i: _digest(logits[i]) for i, d in enumerate(draws) if d.params.receipt}
+        return Sampled(tokens, failures, logprobs, digests)
 
     def special(self, draws: Sequence[Draw]) -> list[int]:
-        """Draws that `draw_rows` does not serve: penalties, a bias or masks of their own, log-probabilities."""
+        """Draws that `draw_rows` does not serve: penalties, a bias, masks of their own, log-probabilities, receipts."""
         known = self._recipes
         return [
             i
@@ -117,6 +120,7 @@ class Sampler:
         tokens = [tokens[row] for row in rows]
         failures: dict[int, BenthicError] = {}
         logprobs: dict[int, TokenLogprobs] = {}
+        digests: dict[int, bytes] = {}
         for i in np.flatnonzero(~np.isfinite(peaks[list(rows)])).tolist():
             failures[i] = self._failure(peaks[rows[i]], draws[i], requests[i])
         if special:
@@ -127,7 +131,9 @@ class Sampler:
                     failures[i] = again.failures[j]
                 if j in again.logprobs:
                     logprobs[i] = again.logprobs[j]
-        return Sampled(tokens, failures, logprobs)
+                if j in again.digests:
+                    digests[i] = again.digests[j]
+        return Sampled(tokens, failures, logprobs, digests)
 
     def score(self, logits: Tensor, targets: Sequence[int], top: int) -> tuple[TokenLogprobs, ...]:
         """Raw log-probabilities of prompt tokens. logits [R, V] f32, R targets."""
@@ -158,7 +164,7 @@ class Sampler:
             greedy=params.temperature == 0,
             narrow=0 < params.top_k < self.vocab_size or params.top_p < 1,
             edited=edited,
-            plain=not edited and params.logprobs is None,
+            plain=not edited and params.logprobs is None and not params.receipt,
             bias_ids=listed([token for token, _ in params.logit_bias]),
             bias_values=listed([bias for _, bias in params.logit_bias], torch.float32),
             banned=listed(params.banned_ids),
@@ -264,6 +270,11 @@ class Sampler:
                 return tokens
             best = best.index_copy(0, torch.tensor([rows[j] for j in chosen], device=device), tokens)
         return best
+
+
+def _digest(row: Tensor) -> bytes:
+    """Of the bits of one row of logits, whatever the device."""
+    return hashlib.sha256(row.cpu().contiguous().numpy().tobytes()).digest()
 
 
 def _rank(logits: Tensor, tokens: Sequence[int], k: int) -> list[TokenLogprobs]:

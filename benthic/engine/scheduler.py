@@ -110,7 +110,7 @@ class Prefixes:
 def _drawn_on_device(params: SamplingParams) -> bool:
     """Can a draw be made without the host, with the last token unknown to it?"""
     edited = params.logit_bias or params.allowed_ids or params.banned_ids
-    return not (edited or params.min_tokens or params.logprobs is not None)
+    return not (edited or params.min_tokens or params.logprobs is not None or params.receipt)
 
 
 def _images_in(images: Sequence[ImageInput], size: int, first: int, block: int) -> bytes:
@@ -448,7 +448,8 @@ class Scheduler:
                 usage = self._usage(b)
                 self._forget(b)
             new = (logprobs[draw],) if draw in logprobs else ()
-            events.append(TokenEvent(b.request, b.index, (token,), new, prompt_logprobs, finish, None, usage))
+            bits = (result.digests[draw],) if draw in result.digests else ()
+            events.append(TokenEvent(b.request, b.index, (token,), new, prompt_logprobs, finish, None, usage, bits))
         for b, turn, end, slot in flight.saved:
             if b.turn == turn and b.computed >= end:
                 self.cache.snapshots.keep(self._keys(b, end // self.cache.block_tokens)[-1], slot)
