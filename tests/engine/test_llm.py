@@ -323,12 +323,12 @@ def test_damaged_logits_are_an_error_of_their_request(llm: LLM, monkeypatch: pyt
     assert at_rest(llm)
 
 
-@pytest.mark.parametrize("where", ["run", "commit"])
+@pytest.mark.parametrize("where", ["start", "commit"])
 def test_ctrl_c_ends_the_call_and_nothing_else(llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str):
     want = llm.generate("b", GREEDY)[0].token_ids
     other = llm.generate("b", GREEDY, stream=True)
     got = list(next(other).token_ids)
-    owner = llm.loop.runner if where == "run" else llm.loop.scheduler
+    owner = llm.loop.runner if where == "start" else llm.loop.scheduler
     usual, calls = getattr(owner, where), 0
 
     def interrupted(*arguments: object) -> object:
