@@ -125,7 +125,7 @@ class Runner:
                 blocks = tuple(range(1, 1 + blocks_for(length, storage.block_tokens)))
                 if len(blocks) < min(storage.num_blocks, storage.table_blocks + 1):
                     draw = Draw(SamplingParams(temperature=0.0), 0, length, (), None, 0)
-                    for keep in (0, length // 2):  # whole, and with a beginning that some layers skip
+                    for keep in sorted({0, length // 2}):  # whole, and with a beginning that some layers skip
                         chunk = Chunk(0, 0, (0,) * length, 0, True, 1, blocks, keep=keep)
                         self._compute(uploads.step(StepPlan(0, (chunk,), (draw,))))
 
