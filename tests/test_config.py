@@ -41,7 +41,8 @@ def test_later_sources_win(write) -> None:
 @pytest.mark.parametrize("setting", config.settings(), ids=KEYS)
 def test_every_setting_has_three_spellings(setting: config.Setting, write) -> None:
     text = setting.choices[-1] if setting.choices else "x"
-    value = {str: text, int: int(setting.high or 1 << 20), bool: not setting.default}[setting.kind]
+    most = setting.high or 1 << 20
+    value = {str: text, int: int(most), float: most - 0.5, bool: not setting.default}[setting.kind]
     toml = write(f"{setting.key} = {str(value).lower() if setting.kind is bool else repr(value)}")
     parser = argparse.ArgumentParser()
     config.add_arguments(parser)
