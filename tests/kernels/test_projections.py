@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from benthic.kernels import backends, fused, gemm, norm, quant, rope
+from benthic.testing.tolerances import MOVED_RMS, MOVED_ROW, SUMS
 
 EPS = 1e-20
 
@@ -87,7 +88,7 @@ def assert_nearly_all(got: Tensor, want: Tensor, one_scale: bool = False) -> Non
     """No value differs by more than an eighth, the FP8 grid's step, of its row's largest, and at most 1 in 50 at all.
 
     FP8 products on a GPU add up with about 13 bits. In every row that moves a few codes of the next product's input,
-    and each of them moves all results a little: there a row's difference is at most 1 % of the row.
+    and each of them moves all results a little: there what tolerances.py derives holds instead.
     """
     assert got.shape == want.shape
     assert got.dtype == want.dtype
@@ -95,7 +96,10 @@ def assert_nearly_all(got: Tensor, want: Tensor, one_scale: bool = False) -> Non
         got, want = got.float(), want.float()
         assert ((got - want).abs() <= want.abs().amax(-1, keepdim=True) / 8).all()
         if one_scale and got.is_cuda:
-            assert ((got - want).norm(dim=-1) <= 0.01 * want.norm(dim=-1)).all()
+            off, size = (got - want).norm(dim=-1), want.norm(dim=-1)
+            if len(got) >= 32:  # of few rows the mean may be far from what is expected
+                assert off.norm() <= MOVED_RMS * size.norm(), f"{off.norm() / size.norm():.2e} of all rows"
+            assert (off <= MOVED_ROW * size).all(), f"{(off / size).max():.2e} of a row"
         else:
             assert (got != want).float().mean() <= 0.02
 
@@ -189,6 +193,18 @@ def test_release(device: torch.device, rows: int, kind: str, one_scale: bool) ->
     """Sizes of the release at every way that a number of rows is taken."""
     check_inputs(RELEASE, rows, kind, one_scale, device)
     check_output(RELEASE, rows, kind, one_scale, True, device)
+
+
+@pytest.mark.parametrize("times", [1, 3, 15])
+def test_what_moved_codes_may_cost(times: int) -> None:
+    """The bounds of FP8 sums: they hold at three times the error, and sums that stay in the matrix unit break them."""
+    x = torch.randn(4000, 1280)
+    near, far = (on_grid(y.bfloat16(), True).float() for y in (x, x + times * SUMS * torch.randn(x.shape)))
+    off, size = (near - far).norm(dim=1), near.norm(dim=1)
+    rms = (off.norm() / size.norm()).item()
+    assert rms == pytest.approx((0.8 * times * SUMS * 0.072) ** 0.5, rel=0.12)
+    assert (rms <= MOVED_RMS) == (times <= 3)
+    assert (off <= MOVED_ROW * size).all()
 
 
 def test_declines_what_it_does_not_serve(device: torch.device) -> None:
