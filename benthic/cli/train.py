@@ -119,7 +119,7 @@ def _seconds(text: str) -> float:
 
 
 def _progress(items: Iterable[Any], what: str, total: int | None) -> Iterable[Any]:
-    return tqdm(items, desc=what, total=total, unit="doc", file=sys.stderr, disable=None)
+    return tqdm(items, desc=what, total=total, file=sys.stderr, disable=None)
 
 
 def _corpus(args: argparse.Namespace) -> int:

@@ -16,6 +16,8 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+from benthic.errors import MissingDependency
+
 if TYPE_CHECKING:
     from benthic.skills.shapes import Picture
 
@@ -142,14 +144,19 @@ class Skill:
     same: Callable[[Reply, Reply], bool]
 
     def make(self, rng: random.Random, material: Material, split: Split, **options: Any) -> Task:
-        """A task; the generator documents its options."""
+        """A task; the generator documents its options. Raises MissingDependency: pictures are drawn by Pillow."""
         return _generator(self.generator)(rng, material, split, **options)
 
 
 @cache
 def _generator(name: str) -> Make:
     module, _, function = name.partition(".")
-    return getattr(import_module(f"benthic.skills.{module}"), function)
+    try:
+        return getattr(import_module(f"benthic.skills.{module}"), function)
+    except ImportError as error:
+        if error.name != "PIL":
+            raise
+        raise MissingDependency("pillow", "vision") from error
 
 
 def right(task: Task, turn: int, reply: Reply) -> bool:

@@ -36,6 +36,7 @@ Ids = NDArray[np.uint16]
 MANIFEST = "data.json"
 FORMAT = 2
 MAX_VOCAB = 1 << 16  # ids are stored as uint16
+PIECE_BYTES = 1 << 20  # of a part, between two signs of progress while it is compressed
 LONGEST = 4096  # tokens of a skill's document; one that comes out longer is drawn again
 SKILL_TOKENS = {  # of training; about 30 % of all, beside 60 million of prose
     "copy": 2_000_000,
@@ -151,12 +152,19 @@ def template_texts(tasks: Iterable[Task], vision: VisionConfig | None) -> list[s
 # ---- token files -----------------------------------------------------------------------------------------------------
 
 
-def write_ids(path: Path, ids: Ids) -> None:
+def write_ids(path: Path, ids: Ids, progress: "Progress | None" = None) -> None:
     """xz, tuned: an id is two bytes, and a dictionary that holds the whole part finds every repeat."""
-    raw = ids.astype("<u2").tobytes()
+    raw = memoryview(ids.astype("<u2").tobytes())
     room = min(max(1 << len(raw).bit_length(), 1 << 16), 128 << 20)
     coder = {"id": lzma.FILTER_LZMA2, "preset": 9, "lc": 3, "lp": 1, "pb": 1, "dict_size": room}
-    path.write_bytes(lzma.compress(raw, filters=[coder]))
+    compressor = lzma.LZMACompressor(filters=[coder])
+    pieces: Iterable[int] = range(0, len(raw), PIECE_BYTES)
+    if progress is not None and len(pieces) > 16:  # a minute or more
+        pieces = progress(pieces, path.name, len(pieces))
+    with path.open("wb") as file:
+        for at in pieces:
+            file.write(compressor.compress(raw[at : at + PIECE_BYTES]))
+        file.write(compressor.flush())
 
 
 def read_ids(path: Path) -> Ids:
@@ -403,7 +411,7 @@ def build(
         count = len(starts) - 1
         if drop_loops:
             ids, count, manifest.looping_dropped = without_loops(ids, starts)
-        write_ids(out / f"{part}.ids.xz", ids)
+        write_ids(out / f"{part}.ids.xz", ids, progress)
         if pictures:
             lines = "".join(json.dumps(picture.as_json()) + "\n" for picture in pictures)
             pictures_file(out, part).write_bytes(lzma.compress(lines.encode()))

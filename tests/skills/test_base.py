@@ -2,10 +2,13 @@
 
 import json
 import random
+import sys
 from typing import Any
 
 import pytest
 
+from benthic.errors import MissingDependency
+from benthic.skills import base
 from benthic.skills.base import SKILLS, Call, Material, Reply, Task, belongs, right, same_json, same_value, sentences_of
 from tests.skills.small import MATERIAL, SPLITS
 
@@ -249,3 +252,12 @@ def changed(rng: random.Random, want: Reply) -> list[Reply]:
     if digit is not None:
         out.append(text[:digit] + str((int(text[digit]) + 1) % 10) + text[digit + 1 :])
     return [Reply(value, want.reasoning) for value in out]
+
+
+def test_pictures_without_pillow_name_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    monkeypatch.delitem(sys.modules, "benthic.skills.shapes", raising=False)
+    base._generator.cache_clear()
+    with pytest.raises(MissingDependency, match=r"pillow.*benthic\[vision\]"):
+        SKILLS["shapes"].make(random.Random(0), MATERIAL, "train")
+    assert SKILLS["copy"].make(random.Random(0), MATERIAL, "train").turns

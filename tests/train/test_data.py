@@ -241,6 +241,22 @@ def test_token_files_come_back(tmp_path: Path, ids: list[int]) -> None:
     assert lzma.decompress(path.read_bytes()) == b"".join(id.to_bytes(2, "little") for id in ids)
 
 
+def test_large_parts_are_compressed_piece_by_piece_in_sight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "PIECE_BYTES", 1000)
+    ids = np.arange(9001, dtype=np.uint16)
+    seen: list[Any] = []
+
+    def progress(items: Any, what: str, total: int | None) -> Any:
+        seen.append((what, total, list(items)))
+        return items
+
+    data.write_ids(tmp_path / "a.ids.xz", ids, progress)
+    data.write_ids(tmp_path / "b.ids.xz", ids[:100], progress)
+    assert (data.read_ids(tmp_path / "a.ids.xz") == ids).all()
+    assert (data.read_ids(tmp_path / "b.ids.xz") == ids[:100]).all()
+    assert seen == [("a.ids.xz", 19, list(range(0, 18_002, 1000)))]
+
+
 def test_a_damaged_token_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.ids.xz"
     for content in (b"", b"plain", lzma.compress(b"abc"), lzma.compress(bytes(1000))[:-9]):
