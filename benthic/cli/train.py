@@ -1,4 +1,4 @@
-"""`benthic train corpus | data | backbone | pack`: the small model that ships, from a corpus to a checkpoint."""
+"""`benthic train corpus | data | backbone | generate | drafter | pack | calibrate`: a corpus becomes a small model."""
 
 import argparse
 import json
@@ -66,26 +66,80 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--profile", type=Path, help="write where a step's time goes to this file, after everything else"
     )
     train.add_argument("--documents", type=_count, help="held-out documents of each kind to evaluate; default: all")
-    _add_settings(train)
+    _add_settings(train, "settings")
     train.set_defaults(run_stage=_backbone)
     pack = stages.add_parser("pack", help="run folder -> checkpoint in the official format", allow_abbrev=False)
     pack.add_argument("--data", type=Path, required=True, help="data folder of the run")
     pack.add_argument("--run", type=Path, required=True, help="run folder written by `benthic train backbone`")
+    pack.add_argument("--drafter", type=Path, help="run folder written by `benthic train drafter`; default: untrained")
     pack.add_argument("--out", type=Path, required=True, help="checkpoint folder to write")
     pack.add_argument("--replace", action="store_true", help="take the place of a checkpoint that is there")
     pack.set_defaults(run_stage=_pack)
-    for stage in (corpus, data, train, pack):
+    for stage in (corpus, data, train, pack, *_add_drafter_stages(stages)):
         stage.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
-def _add_settings(parser: argparse.ArgumentParser) -> None:
-    """One option for each field of the run's settings, with its default."""
+def _add_drafter_stages(stages: Any) -> tuple[argparse.ArgumentParser, ...]:
+    generate = stages.add_parser("generate", help="text of a checkpoint's own, for its drafter", allow_abbrev=False)
+    generate.add_argument("--model", required=True, help="checkpoint folder, or a packaged model's name")
+    generate.add_argument("--data", type=Path, required=True, help="data folder whose prose is prompted with")
+    generate.add_argument("--out", type=Path, required=True, help="token file to write, xz")
+    generate.add_argument("--tokens", type=_count, default=3_000_000, help="of the documents kept; default 3000000")
+    generate.add_argument(
+        "--temperature", type=float, nargs="+", default=[0.7, 1.0], help="taken in turn; default 0.7 1.0"
+    )
+    generate.add_argument("--max-tokens", type=_count, default=400, help="of a completion; longer ones are dropped")
+    generate.add_argument("--running", type=_count, default=256, help="completions at a time; default 256")
+    generate.add_argument("--seed", type=int, default=0)
+    generate.set_defaults(run_stage=_generate)
+    drafter = stages.add_parser(
+        "drafter", help="a frozen backbone -> its trained drafter, log and curve", allow_abbrev=False
+    )
+    drafter.add_argument("--data", type=Path, required=True, help="data folder of the backbone")
+    drafter.add_argument("--target", type=Path, required=True, help="checkpoint folder, or run folder of the backbone")
+    drafter.add_argument("--out", type=Path, required=True, help="run folder; a saved state in it is resumed")
+    drafter.add_argument("--generated", type=Path, help="file made by `benthic train generate`, trained on too")
+    drafter.add_argument("--generated-rows", type=_count, help="rows of it in a batch; default: half of them")
+    drafter.add_argument("--device", default="cuda", help="torch device")
+    drafter.add_argument("--limit-seconds", type=_seconds, help="end the command, packing included, within this time")
+    drafter.add_argument("--reserve-seconds", type=_seconds, default=25.0, help="of the limit, kept for the end")
+    drafter.add_argument(
+        "--pause",
+        action="store_true",
+        help="stop at the limit with the schedule unchanged, save, and end; the same command goes on from there",
+    )
+    drafter.add_argument("--pack", type=Path, help="also write the target's checkpoint with the drafter in it here")
+    drafter.add_argument("--profile", type=Path, help="write where a step's time goes to this file, at the very end")
+    _add_settings(drafter, "drafter")
+    drafter.set_defaults(run_stage=_drafter)
+    calibrate = stages.add_parser(
+        "calibrate",
+        help="temperatures of a drafter's confidence, into the checkpoint's config.json",
+        allow_abbrev=False,
+    )
+    calibrate.add_argument("--model", type=Path, required=True, help="checkpoint folder; its config.json is rewritten")
+    calibrate.add_argument("--data", type=Path, required=True, help="data folder; its held-out prose is prompted with")
+    calibrate.add_argument("--texts", type=_count, default=128, help="half to fit, half to judge; default 128")
+    calibrate.add_argument("--max-tokens", type=_count, default=300, help="of a text; default 300")
+    calibrate.add_argument("--temperature", type=float, default=1.0, help="of the texts; default 1")
+    calibrate.add_argument("--seed", type=int, default=0)
+    calibrate.set_defaults(run_stage=_calibrate)
+    for stage in (generate, calibrate):
+        stage.add_argument("--device", default="cpu", help="`cpu`, `cuda` or `auto`; default cpu")
+        stage.add_argument("--numerics", default="production", help="how values are rounded; default production")
+    return generate, drafter, calibrate
+
+
+def _add_settings(parser: argparse.ArgumentParser, module: str) -> None:
+    """One option for each setting of the run, with its default: of `settings` or `drafter` in `benthic.train`."""
     from dataclasses import fields
+    from importlib import import_module
 
-    from benthic.train.settings import Settings
-
+    found = import_module(f"benthic.train.{module}")
     group = parser.add_argument_group("settings")
-    for field in fields(Settings):
+    for field in fields(found.Settings):
+        if field.name not in getattr(found, "OPTIONS", {field.name}):
+            continue
         kind = type(field.default)
         name = f"--{field.name.replace('_', '-')}"
         group.add_argument(name, type=kind, default=field.default, help=f"default {field.default}")
@@ -279,7 +333,156 @@ def _device(name: str) -> Any:
     return device
 
 
-def _pack(args: argparse.Namespace) -> int:
+def _generate(args: argparse.Namespace) -> int:
+    import time
+
+    from benthic.text.tokenizer import Tokenizer
+    from benthic.train import data, generate, loss
+
+    ids = loss.Ids.of(Tokenizer.from_dir(args.data))
+    prose = data.read_part(args.data, data.Manifest.read(args.data), "prose")
+    prompts = generate.prompts_of(prose, ids)
+    settings = {"scheduler.max_running": args.running, "scheduler.token_budget": max(4096, args.running)}
+    with _engine(args, settings) as llm, tqdm(unit="tok", unit_scale=True, file=sys.stderr, disable=None) as bar:
+        begin = time.monotonic()
+        written = generate.write(
+            llm,
+            prompts,
+            args.tokens,
+            tuple(args.temperature),
+            args.max_tokens,
+            args.seed,
+            lambda tokens: bar.update(tokens - bar.n),
+        )
+        seconds = time.monotonic() - begin
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    data.write_ids(args.out, written.ids)
+    result = {
+        "file": str(args.out),
+        "bytes": args.out.stat().st_size,
+        "tokens": len(written.ids),
+        "documents": written.documents,
+        "looping_dropped": written.looping,
+        "cut_dropped": written.cut,
+        "seconds": seconds,
+    }
+    _show(result, args.json)
+    return 0
+
+
+def _engine(args: argparse.Namespace, settings: dict[str, object]) -> Any:
+    """The engine on a checkpoint, as `--model`, `--device` and `--numerics` say."""
+    from benthic import config
+    from benthic.engine.llm import LLM
+
+    own = {"model": str(args.model), "device": args.device, "numerics": args.numerics}
+    return LLM(config=config.load(overrides={**own, **settings}))
+
+
+def _drafter(args: argparse.Namespace) -> int:
+    import time
+    from dataclasses import asdict
+
+    begin = time.monotonic()
+    import torch
+
+    from benthic.models.weights import Checkpoint
+    from benthic.text.tokenizer import Tokenizer
+    from benthic.train import data, drafter, loop, loss, rows
+
+    device = _device(args.device)
+    loop.pyplot()  # what the end needs is asked for before the beginning
+    ids, manifest = loss.Ids.of(Tokenizer.from_dir(args.data)), data.Manifest.read(args.data)
+    values = {name: getattr(args, name) for name in drafter.OPTIONS}
+    if args.generated is not None:
+        manifest = drafter.with_generated(args.data, manifest, args.generated, ids)
+        values["parts"] = f"{drafter.GENERATED}={args.generated_rows or max(args.rows // 2, 1)},{args.parts}"
+    settings = drafter.Settings(**values)
+    loader = rows.RowLoader(args.data, manifest, settings, ids, device)  # goes on in threads
+    if (args.target / loop.STATE_FILE).is_file():
+        from benthic.train import pack
+
+        folder = args.out / "target"
+        config_json, masters, state = _run_masters(args.data, args.target)
+        pack.write(folder, args.data, config_json, masters, state["settings"]["seed"], replace=True)
+        target = Checkpoint.open(folder)
+    else:
+        target = Checkpoint.open(args.target)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    trainer = drafter.Trainer(target, ids, settings, device)
+    end = begin + (float("inf") if args.limit_seconds is None else args.limit_seconds)
+    bar = tqdm(total=settings.seconds, unit="s", file=sys.stderr, mininterval=1.0, bar_format=_BAR, disable=None)
+    with trainer.kernels.installed(), bar:
+
+        def report(row: dict[str, float]) -> None:
+            bar.n = round(min(row["seconds"], settings.seconds), 1)
+            slots = " ".join(f"{row[name]:.2f}" for name in row if name.startswith("accept_"))
+            bar.set_postfix_str(f"step {row['step']:.0f} length {row['length']:.2f} slots {slots}")
+
+        deadline = end - args.reserve_seconds
+        last, done = loop.run(trainer, loader, args.out, deadline, report, pause=args.pause)
+        result: dict[str, Any] = {"trained": done, "total_seconds": time.monotonic() - begin, **last}
+        if not done:
+            _show(result, args.json)
+            return 0
+        result["parameters"] = sum(leaf.value.numel() for leaf in trainer.optimiser.leaves)
+        if args.pack is not None:
+            masters = drafter.official(trainer.config, trainer.masters())
+            result["packed_bytes"] = drafter.write(args.pack, target, masters, replace=True)
+        drafter.plot(args.out)
+        valid = data.read_part(args.data, manifest, "prose.valid")
+        result["held_out"] = drafter.held_out(trainer, valid, 8)
+        if device.type == "cuda":
+            result["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
+            result["device"] = torch.cuda.get_device_name(device)
+        result |= {"torch": torch.__version__, "settings": asdict(settings), "total_seconds": time.monotonic() - begin}
+        (args.out / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        if args.profile is not None:
+            args.profile.write_text(loop.profile(trainer, loader), encoding="utf-8")
+    _show(result, args.json)
+    return 0
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    from benthic.text.tokenizer import Tokenizer
+    from benthic.train import data, drafter, generate, loss
+
+    ids = loss.Ids.of(Tokenizer.from_dir(args.data))
+    valid = data.read_part(args.data, data.Manifest.read(args.data), "prose.valid")
+    prompts = [prompt.tolist() for prompt in generate.prompts_of(valid, ids)[: args.texts]]
+    bar = tqdm(file=sys.stderr, disable=None, leave=False)
+
+    def shown(what: str) -> Any:
+        def progress(done: int, total: int) -> None:
+            bar.set_description(what, refresh=False)
+            bar.total, bar.n = total, done
+            bar.update(0)
+
+        return progress
+
+    from benthic.testing import acceptance
+
+    with _engine(args, {}) as llm, bar:
+        texts, rounds = acceptance.measure(
+            llm, prompts, args.temperature, args.max_tokens, args.seed,
+            written=shown("texts"), replayed=shown("tokens replayed"),
+        )  # fmt: skip
+        folder = llm.path
+    found = drafter.calibrate(rounds, len(texts))
+    drafter.store_temperatures(folder, found.temperatures)
+    measured = acceptance.acceptance(rounds)
+    result: dict[str, Any] = {"folder": str(folder), "texts": len(texts)}
+    result |= {key: measured[key] for key in ("rounds", "acceptance_length")}
+    result["temperatures"] = {str(slot + 1): value for slot, value in enumerate(found.temperatures)}
+    for name, slots in (("before", found.before), ("after", found.after)):
+        result[name] = {f"{key} {slot['slot']}": slot[key] for key in ("ece", "brier", "auroc") for slot in slots}
+    _show(result, args.json)
+    return 0
+
+
+def _run_masters(data_folder: Path, run: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Of a backbone's run folder: the model config, the masters by name, and the saved state."""
     import torch
 
     from benthic.models.deepseek_v41_config import ModelConfig
@@ -287,19 +490,29 @@ def _pack(args: argparse.Namespace) -> int:
     from benthic.train import loop, loss, pack
     from benthic.train.settings import Settings
 
-    config_json = pack.read_config(args.data)
-    tokenizer = Tokenizer.from_dir(args.data)
+    config_json = pack.read_config(data_folder)
+    tokenizer = Tokenizer.from_dir(data_folder)
     settings = Settings(rows=1, parts="prose", weights="", index_rows=0, images_from=1.0, long_parts="", long_from=1.0)
     classes = torch.from_numpy(tokenizer.engram_classes())
     config = ModelConfig.from_json(config_json)
     trainer = loop.Trainer(config, classes, loss.Ids.of(tokenizer), settings, torch.device("cpu"))
-    state_file = args.run / loop.STATE_FILE
+    state_file = run / loop.STATE_FILE
     state = loop.read_state(state_file, trainer.device)
     trainer.restore(state, state_file)
-    masters = trainer.optimiser.masters() | trainer.biases()
+    return config_json, trainer.optimiser.masters() | trainer.biases(), state
+
+
+def _pack(args: argparse.Namespace) -> int:
+    from benthic.models.deepseek_v41_config import ModelConfig
+    from benthic.train import drafter, pack
+
+    config_json, masters, state = _run_masters(args.data, args.run)
     seed = state["settings"]["seed"]
+    if args.drafter is not None:
+        config = ModelConfig.from_json(config_json)
+        masters |= drafter.from_run(config, args.drafter, dict(pack.official(config, masters, seed)))
     size = pack.write(args.out, args.data, config_json, masters, seed, replace=args.replace)
-    _show({"folder": str(args.out), "bytes": size, "steps": trainer.steps}, args.json)
+    _show({"folder": str(args.out), "bytes": size, "steps": state["steps"]}, args.json)
     return 0
 
 

@@ -212,7 +212,8 @@ def rounds(
     if not at:
         none, empty = np.zeros(0, dtype=np.int64), np.zeros((0, block), dtype=np.float32)
         return Rounds(none, none, none, none, empty, empty)
-    reading, rings = read(model, texts, device), _rings(text_config, model.numerics, texts, device)
+    reading, longest = read(model, texts, device), max(len(text.ids) for text in texts)
+    rings = context_rings(text_config, model.numerics, len(texts), longest, device)
     for i, text in enumerate(texts):
         begin, positions = int(reading.starts[i]), torch.arange(len(text.ids), device=device)
         own = tuple(tap[begin : begin + len(text.ids)] for tap in reading.taps)
@@ -241,12 +242,13 @@ def rounds(
     return Rounds(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-def _rings(text: TextConfig, numerics: Numerics, texts: Sequence[Text], device: torch.device) -> list[kv_copy.Ring]:
-    """One a stage, so long that nothing of a text is overwritten. Slot 0 is for padding."""
+def context_rings(
+    text: TextConfig, numerics: Numerics, texts: int, longest: int, device: torch.device
+) -> list[kv_copy.Ring]:
+    """One a stage, for texts in slots 1, 2, ..., so long that nothing is overwritten. Slot 0 is for padding."""
     form = "fp8" if numerics.quantise else "f32"
     width = kv_copy.data_bytes(text.head_dim, form) + kv_copy.scale_bytes(text.head_dim, form)
-    rows = max(text.sliding_window, *(len(t.ids) for t in texts))
-    shape = len(texts) + 1, rows, width
+    shape = texts + 1, max(text.sliding_window, longest), width
     return [
         kv_copy.Ring(torch.zeros(shape, dtype=torch.uint8, device=device), text.head_dim, form)
         for _ in range(text.num_nextn_predict_layers)
@@ -356,8 +358,8 @@ def _share(some: NDArray[np.bool_], of: NDArray[np.bool_]) -> float | None:
 
 
 def survival(found: Rounds, temperatures: Sequence[float]) -> Floats:
-    """[R, B] the chance, as the confidence has it, that all drafts up to each slot are accepted."""
-    logits = np.clip(found.confidence / np.asarray(temperatures, dtype=np.float32), -60, 60)
+    """[R, n] the chance, as the confidence has it, that all drafts up to each of the first n slots are accepted."""
+    logits = np.clip(found.confidence[:, : len(temperatures)] / np.asarray(temperatures, dtype=np.float32), -60, 60)
     return np.cumprod(1 / (1 + np.exp(-logits)), axis=1)
 
 

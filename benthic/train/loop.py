@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -50,6 +50,8 @@ class Losses:
 class Trainer:
     """Model, tower, kernels, masters and what one step does with a batch."""
 
+    kind = "backbone"
+
     def __init__(
         self,
         config: ModelConfig,
@@ -72,6 +74,7 @@ class Trainer:
             leaves += backbone.tower_leaves(self.tower.to(device))
         self.optimiser = Optimiser(leaves)
         self.steps = 0
+        self.measures = (*MEASURES, *settings.names)
         self.shapes = cache(self._shapes)
         self._units = cache(self._make_units)
 
@@ -191,7 +194,13 @@ class Trainer:
         return {name: p for name, p in self.model.named_parameters() if not p.requires_grad}
 
     def save(self, path: Path, extra: dict[str, Any]) -> None:
-        state = {"optimiser": self.optimiser.state(), "biases": self.biases(), "steps": self.steps, **extra}
+        state = {
+            "kind": self.kind,
+            "optimiser": self.optimiser.state(),
+            "biases": self.biases(),
+            "steps": self.steps,
+            **extra,
+        }
         partial = path.with_suffix(".partial")
         torch.save(state, partial)
         partial.replace(path)
@@ -207,10 +216,10 @@ class Trainer:
         self.steps = state["steps"]
 
 
-def read_state(path: Path, device: torch.device) -> dict[str, Any]:
-    """What `Trainer.save` wrote. Raises BadTrainingState."""
+def read_state(path: Path, device: torch.device, kind: str = "backbone") -> dict[str, Any]:
+    """What a run of that kind saved. Raises BadTrainingState."""
     if not path.is_file():
-        raise BadTrainingState(path, "no such file; `benthic train backbone` makes it")
+        raise BadTrainingState(path, f"no such file; `benthic train {kind}` makes it")
     if not zipfile.is_zipfile(path):  # cut short, or anything else: torch would take it for a pickle
         raise BadTrainingState(path, "it is no saved state, or a damaged one")
     try:
@@ -218,9 +227,8 @@ def read_state(path: Path, device: torch.device) -> dict[str, Any]:
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:
         reason = str(error).partition("\n")[0]
         raise BadTrainingState(path, f"it is no saved state, or a damaged one: {reason}") from error
-    keys = {"optimiser", "biases", "steps", "settings", "seconds", "loader"}
-    if not isinstance(state, dict) or state.keys() != keys:
-        raise BadTrainingState(path, "it is no saved state of a backbone run")
+    if not isinstance(state, dict) or state.get("kind") != kind:
+        raise BadTrainingState(path, f"it is no saved state of a {kind} run")
     return state
 
 
@@ -232,10 +240,30 @@ MEASURES = ("text", "index", "balance", "norm", "largest_load")  # what a step r
 Report = Callable[[dict[str, float]], None]
 
 
-def columns(settings: Settings) -> tuple[str, ...]:
+class Learner(Protocol):
+    """What a run trains: the backbone's `Trainer`, or the drafter's."""
+
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def measures(self) -> tuple[str, ...]: ...  # what a step returns
+    def warm_up(self, phases: Iterable[Phase], sample: Callable[[Form], RowBatch]) -> None: ...
+    def enter(self, phase: Phase) -> None: ...
+    def step(self, batch: RowBatch, phase: Phase, factor: float) -> Tensor: ...
+    def save(self, path: Path, extra: dict[str, Any]) -> None: ...
+    def restore(self, state: dict[str, Any], path: Path) -> None: ...
+
+
+def columns(learner: Learner) -> tuple[str, ...]:
     """Of the log."""
     schedule = ("step", "seconds", "tokens", "tokens_per_second", "factor", "long", "images", "topk", "quantised")
-    return (*schedule, *MEASURES, *settings.names)
+    return (*schedule, *learner.measures)
 
 
 class Clock:
@@ -271,7 +299,7 @@ class Coming(NamedTuple):
 
 
 def run(
-    trainer: Trainer,
+    trainer: Learner,
     loader: RowLoader,
     out: Path,
     deadline: float,
@@ -292,7 +320,7 @@ def run(
     state_file = out / STATE_FILE
     spent = 0.0
     if state_file.is_file():
-        state = read_state(state_file, trainer.device)
+        state = read_state(state_file, trainer.device, trainer.kind)
         if state["settings"] != asdict(settings):
             changed = [key for key, value in asdict(settings).items() if state["settings"].get(key) != value]
             detail = f"it belongs to a run with other settings ({', '.join(changed)}); give the same, or another --out"
@@ -314,7 +342,7 @@ def run(
     if not new_file:
         _cut_log(out / LOG_FILE, trainer.steps)
     with (out / LOG_FILE).open("w" if new_file else "a", newline="") as file:
-        writer = csv.DictWriter(file, columns(settings))
+        writer = csv.DictWriter(file, columns(trainer))
         if new_file:
             writer.writeheader()
         started, before = clock.seconds(), trainer.steps
@@ -323,7 +351,7 @@ def run(
             nonlocal last
             while len(pending) > keep:
                 row, coming = pending.popleft()
-                row |= dict(zip((*MEASURES, *settings.names), coming.read(), strict=True))
+                row |= dict(zip(trainer.measures, coming.read(), strict=True))
                 writer.writerow({key: f"{v:.6g}" if isinstance(v, float) else str(v) for key, v in row.items()})
                 last = row
                 report(row)
@@ -373,7 +401,7 @@ def _extra(settings: Settings, clock: Clock, loader: RowLoader) -> dict[str, Any
     return {"settings": asdict(settings), "seconds": clock.seconds(), "loader": loader.at}
 
 
-def profile(trainer: Trainer, loader: RowLoader, steps: int = 5) -> str:
+def profile(trainer: Learner, loader: RowLoader, steps: int = 5) -> str:
     """Wall time of a step in each phase, and where the device spends it: for a person. Disturbs the weights."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as trace

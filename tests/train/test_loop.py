@@ -360,7 +360,7 @@ def test_a_run_goes_through_its_schedule(make: Make, tmp_path: Path) -> None:
     assert [entry[2] for entry in trainer.log] == [rate_factor(i / 10, SMALL) for i in range(10)]
     assert trainer.entered == trainer.warmed == PHASES
     rows = rows_of(tmp_path / "out")
-    assert tuple(rows[0]) == loop.columns(SMALL)
+    assert tuple(rows[0]) == loop.columns(trainer)
     assert [row["step"] for row in rows] == list(range(1, 11))
     assert [row["seconds"] for row in rows] == list(range(10))
     assert [row["tokens"] for row in rows] == [192 * i for i in range(1, 11)]
