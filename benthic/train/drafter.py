@@ -226,7 +226,7 @@ def blocks_of(ids: Tensor, inside: Tensor, anchors: Tensor, found: Tensor, block
     def taken(values: Tensor, places: Tensor) -> Tensor:
         return values.gather(1, places.flatten(1)).unflatten(1, at.shape[1:]).flatten(0, 1)
 
-    more = (taken(inside, kept) > 0) & (at < length).flatten(0, 1) & found.flatten()[:, None]
+    more = (taken(inside, kept) > 0) & found.flatten()[:, None]  # false at the end of a row: nothing follows
     first = torch.arange(ids.shape[0], device=ids.device)[:, None, None] * length
     return Blocks(
         anchors,

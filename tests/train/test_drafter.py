@@ -200,6 +200,16 @@ def test_slots_are_the_tokens_after_the_anchor() -> None:
     assert int(blocks.rows.max()) < ROWS * LENGTH
 
 
+def test_each_step_has_anchors_of_its_own(random_checkpoint: Checkpoint) -> None:
+    ids, made = random_rows(2), trainer_of(random_checkpoint)
+    first, again = made.blocks(ids), made.blocks(ids)
+    assert torch.equal(first.anchors, again.anchors)
+    made.steps = 1
+    other = trainer_of(random_checkpoint, replace(SMALL, seed=1)).blocks(ids)
+    assert not torch.equal(first.anchors, made.blocks(ids).anchors)
+    assert not torch.equal(first.anchors, other.anchors)
+
+
 # Losses
 
 
@@ -567,6 +577,20 @@ def test_temperatures_undo_a_wrong_slope(slope: float) -> None:
     for before, after in zip(found.before, found.after, strict=True):
         assert after["ece"] < 0.02 < before["ece"]
         assert after["auroc"] == pytest.approx(before["auroc"], abs=0.02)  # the order hardly changes
+
+
+def test_texts_that_were_fitted_do_not_judge() -> None:
+    """Every other text has another slope: only the first ones are fitted, only the second ones judged."""
+    one, two = confident(1, 20_000, 3.0), confident(3, 20_000, 1.0)
+    mixed = Rounds(
+        *(
+            np.concatenate([getattr(one.of(range(0, 40, 2)), name), getattr(two.of(range(1, 40, 2)), name)])
+            for name in Rounds.__slots__
+        )
+    )
+    found = drafter.calibrate(mixed, 40)
+    assert found.temperatures == pytest.approx([3.0] * 3, rel=0.15)
+    assert all(before["ece"] < 0.02 < after["ece"] for before, after in zip(found.before, found.after, strict=True))
 
 
 def test_a_good_confidence_is_left_alone() -> None:
