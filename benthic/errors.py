@@ -301,6 +301,15 @@ class NativeBuildError(BenthicError):
         )
 
 
+class KernelBuildError(BenthicError):
+    """A CUDA kernel that cannot be compiled or loaded."""
+
+    code = "kernel_build_failed"
+
+    def __init__(self, detail: str):
+        super().__init__(f"a CUDA kernel cannot be used: {detail}; without it Triton's kernels run")
+
+
 class BenchError(BenthicError):
     """A measurement that could not be made."""
 

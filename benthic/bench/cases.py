@@ -9,7 +9,6 @@ vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -365,22 +364,25 @@ class Cases:
         c, fast = self.c, variant == "fast"
         experts, k, one = c.n_routed_experts, c.num_experts_per_tok, 3 * c.hidden_size * c.moe_intermediate_size
 
-        def build(backend: str | None = None) -> Run:
+        def build(peer: str | None = None) -> Run:
+            """peer: one of the variants of the public kernel."""
             x = self.make.rows(rows, c.hidden_size)
             ids = routing(self.make, rows, k, torch.ones(experts))
             shares = torch.full((rows, k), 1 / k, device=self.device)
-            w13, w2 = self.expert_weights(fast, backend)
+            w13, w2 = self.expert_weights(fast) if peer is None else self.peer_weights(peer)
 
             def run() -> Tensor:
                 return moe_experts.experts(x, ids, shares, w13, w2, c.swiglu_limit, True, False, fast)
 
-            if backend is not None:
-                return lambda: _under(backends.use(backend), run)
+            if peer is not None:
+                return lambda: _under(backends.use("humming"), run)
             return (lambda: _under(backends.invariant(), run)) if variant == "invariant" else run
 
         routed = rows * k
         phase = "decode" if routed <= 3072 else "prefill"
         us = CHAIN_US.get(routed) if self.sizes is RELEASE else None
+        names = {"fast": ("carry", "group", "token"), "exact": ("exact",)}.get(variant, ())
+        peers = {f"humming {name}": partial(build, name) for name in names}
         return Case(
             "MoE",
             "experts",
@@ -395,7 +397,7 @@ class Cases:
                 share=0.70 if fast and phase == "prefill" else 0.75,
                 us=us if us is None or variant != "invariant" else 1.1 * us,
             ),
-            peers={"humming": partial(build, "humming")} if fast and self.device.type == "cuda" else {},
+            peers=peers if self.device.type == "cuda" else {},
         )
 
     def moe(self, rows: int, fast: bool) -> Case:
@@ -705,23 +707,34 @@ class Cases:
 
         return self.keep(("matrix", n, k, fast), make)
 
-    def expert_weights(self, fast: bool, backend: str | None = None) -> tuple[Any, Any]:
-        """w13 and w2 as the op of a profile reads them: a backend may have a `prepare` beside its `experts`."""
+    def plain_experts(self) -> list[quant.Fp4Matrix]:
+        """w13 and w2 as a checkpoint has them."""
         c = self.c
         shapes = ((2 * c.moe_intermediate_size, c.hidden_size), (c.hidden_size, c.moe_intermediate_size))
-        plain = self.keep("experts", lambda: [self.make.fp4(c.n_routed_experts, n, k) for n, k in shapes])
+        return self.keep("experts", lambda: [self.make.fp4(c.n_routed_experts, n, k) for n, k in shapes])
+
+    def expert_weights(self, fast: bool) -> tuple[Any, Any]:
+        """w13 and w2 as the op of a profile reads them: a backend may have a `prepare` beside its `experts`."""
+        plain = self.plain_experts()
 
         def make() -> Any:
             if self.device.type != "cuda":
                 return [quant.values(weight) for weight in plain]
-            with nullcontext() if backend is None else backends.use(backend):
-                run = backends.pick("experts", plain[0].codes)
-            if run is None and backend is not None:
-                raise BenchError(f"the backend {backend}", "it is not installed, or does not run on this device")
+            run = backends.pick("experts", plain[0].codes)
             prepare = getattr(import_module(run.__module__), "prepare", None) if run is not None else None
             return prepare(*plain, NUMERICS["fast" if fast else "production"]) if prepare is not None else plain
 
-        w13, w2 = self.keep(("prepared", fast, backend), make)
+        w13, w2 = self.keep(("prepared", fast), make)
+        return w13, w2
+
+    def peer_weights(self, variant: str) -> tuple[Any, Any]:
+        """w13 and w2 for a variant of the public kernel. Raises BenchError where it does not run."""
+        humming = import_module("benthic.kernels.humming.moe_experts")
+        if not humming.available():
+            raise BenchError("the backend humming", "it is not installed, or does not run on this device")
+        w13, w2 = self.keep(
+            ("peer", variant), lambda: [humming.pack(weight, variant) for weight in self.plain_experts()]
+        )
         return w13, w2
 
     def freqs(self, ratio: int) -> Tensor:

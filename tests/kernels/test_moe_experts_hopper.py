@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from benthic.errors import KernelBuildError
 from benthic.kernels import backends, quant
 from benthic.kernels.moe_experts import experts_reference
 from benthic.types import NUMERICS
 
 pytest.importorskip("triton")
 
-from benthic.kernels.triton import moe_experts, moe_experts_hopper
+from benthic.kernels.triton import moe_experts, moe_experts_hopper, tuning
 from benthic.kernels.triton.moe_experts_hopper import BLOCK, Packed
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # the CPU interprets
@@ -215,7 +216,7 @@ def test_a_pair_that_nobody_serves_adds_nothing() -> None:
     y = torch.randn(3, 64, device=DEVICE).bfloat16()
     ids = torch.tensor([[1, -1], [0, 1]], device=DEVICE)
     places = moe_experts.place(ids, 2, 16)
-    total = moe_experts._sum(y, places, torch.float32)
+    total = moe_experts._sum(y, places.rows, torch.float32)
     assert torch.equal(total[0], y[1].float())
     assert torch.equal(total[1], y[0].float() + y[2].float())
 
@@ -231,29 +232,95 @@ def shapes(carried: bool, experts: int = 48, hidden: int = 5120, inner: int = 23
     )
 
 
+ROWS = (1, 48, 384, 1152, 3072, 12288, 1 << 20)
+
+
 @pytest.mark.parametrize("carried", [False, True])
-@pytest.mark.parametrize("rows", [1, 48, 384, 1152, 3072, 12288, 1 << 20])
-def test_both_products_share_their_tiles(carried: bool, rows: int) -> None:
+def test_a_configuration_for_any_number_of_rows(carried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe_experts_hopper, "_streams", lambda *_: False)
     for sizes in ({}, {"experts": 16, "hidden": 256, "inner": 128}, {"hidden": 384}):
         matrices = shapes(carried, **sizes)
-        chosen = moe_experts_hopper.configs(rows, *matrices)
-        assert chosen[0]["ROWS"] == chosen[1]["ROWS"]
-        for config, matrix in zip(chosen, matrices, strict=True):
-            assert matrix.shape[1] % config["HEIGHT"] == 0
+        for rows in ROWS:
+            name = moe_experts_hopper.choose(rows, *matrices)
+            assert name == moe_experts_hopper.default(carried, rows, matrices[0].shape[0])
+            configs = [moe_experts_hopper.config_for(name, matrix) for matrix in matrices]
+            assert configs[0]["ROWS"] == configs[1]["ROWS"]
+            for config, matrix in zip(configs, matrices, strict=True):
+                assert matrix.shape[1] % config["HEIGHT"] == 0
+
+
+def test_the_table_decides_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrices = shapes(False)
+    key = ("experts_exact", "48x4608x5120")
+
+    def chosen(name: str, rows: int = 48) -> str:
+        with tuning.trying({key: {"name": name}}):
+            return moe_experts_hopper.choose(rows, *matrices)
+
+    monkeypatch.setattr(moe_experts_hopper, "_streams", lambda *_: False)
+    assert chosen("four16") == "four16"
+    assert chosen("few") == "ring16"
+    monkeypatch.setattr(moe_experts_hopper, "_streams", lambda *_: True)
+    assert chosen("few") == "few"
+    assert chosen("nobody knows it") == "ring16"
+    assert [moe_experts_hopper.choose(rows, *matrices) for rows in (48, 12288)] == ["ring16", "wide128"]
+    monkeypatch.setattr(moe_experts_hopper, "STREAMS", True)
+    assert [moe_experts_hopper.choose(rows, *matrices) for rows in (48, 3072, 12288)] == ["few", "some", "many"]
+    odd = shapes(False, hidden=384)  # 384 weight rows are no pieces of 256
+    assert moe_experts_hopper.choose(48, *odd) == "ring16"
+
+
+def test_a_shape_that_does_not_compile_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise KernelBuildError("no room")
+
+    moe_experts_hopper._streams.cache_clear()
+    monkeypatch.setattr(moe_experts_hopper.build, "available", lambda: True)
+    monkeypatch.setattr(moe_experts_hopper.stream, "ready", fails)
+    monkeypatch.setattr(moe_experts_hopper, "STREAMS", True)
+    try:
+        assert moe_experts_hopper.choose(48, *shapes(False)) == "ring16"
+        assert moe_experts_hopper.choose(48, *shapes(False)) == "ring16"
+    finally:
+        moe_experts_hopper._streams.cache_clear()
+    assert [record.message for record in caplog.records] == ["Triton's experts run instead"]
 
 
 @pytest.mark.parametrize("form", ["exact", "carried"])
-def test_every_candidate_fits_a_multiprocessor(form: str) -> None:
-    odd = shapes(form == "carried", hidden=384)[1]  # 384 weight rows are no pieces of 256
-    for name, candidate in moe_experts_hopper.CANDIDATES[form].items():
-        for config in (candidate, moe_experts_hopper._whole(candidate, odd)):
+def test_every_configuration_fits_a_multiprocessor(form: str) -> None:
+    odd = shapes(form == "carried", hidden=384)[1]
+    for name, listed in moe_experts_hopper.CONFIGS[form].items():
+        low = moe_experts_hopper.config_for(name, odd)
+        assert low["HEIGHT"] == 128, name
+        for config in (listed, low):
             warps = config["HEIGHT"] // 16 if config["KIND"] == "ring" else config["num_warps"]
             row = 128 if form == "carried" else 256
             stage = config["HEIGHT"] * 68 + config["ROWS"] * row
-            assert config["PROGRAMS"] * config["STAGES"] * stage <= 227 << 10, name
-            assert config["PROGRAMS"] * warps * 32 * config["registers"] <= 65536, name
-            assert not config["HALVES"] or config["ROWS"] == 128, name
-        assert config["HEIGHT"] == 128, name
+            assert config["STAGES"] * stage <= 227 << 10, name
+            assert warps * 32 * config["registers"] <= 65536, name
+
+
+def test_what_the_table_names_is_compiled_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[list[str], bool, int]] = []
+    monkeypatch.setattr(moe_experts_hopper.build, "available", lambda: True)
+    monkeypatch.setattr(moe_experts_hopper.stream, "compile_together", lambda *args: asked.append(args))
+    moe_experts_hopper.warm.cache_clear()
+    try:
+        moe_experts_hopper.warm(True, torch.Size((48, 4608, 5120)), 5120)
+        monkeypatch.setattr(moe_experts_hopper, "STREAMS", True)
+        moe_experts_hopper.warm(False, torch.Size((48, 4608, 5120)), 5120)
+    finally:
+        moe_experts_hopper.warm.cache_clear()
+    assert [(sorted(names), *rest) for names, *rest in asked] == [([], True, 48), (["few", "many", "some"], False, 48)]
+
+
+def test_all_of_them_are_tried() -> None:
+    for form, configs in moe_experts_hopper.CONFIGS.items():
+        tried = moe_experts_hopper.CANDIDATES[form]
+        assert set(tried) == {*configs, *moe_experts_hopper.stream.SHAPES[form]}
+        assert all(config == {"name": name} for name, config in tried.items())
 
 
 # ---- the products ----------------------------------------------------------------------------------------------------
@@ -278,17 +345,19 @@ def test_packed_experts(tokens: int, k: int, fast: bool, round_hidden: bool) -> 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fast", [False, True])
-def test_every_configuration_gives_the_same_bits(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_configuration_gives_the_same_bits(fast: bool) -> None:
     w13, w2 = stack(4, 512, 512), stack(4, 512, 256)
     prepared = moe_experts.prepare(w13, w2, NUMERICS["fast" if fast else "production"])
     x = quant.roundtrip_fp8_reference(torch.randn(150, 512, device=DEVICE).bfloat16())
     ids = torch.rand(150, 4, device=DEVICE).argsort(1)[:, :2].contiguous()
     weights = torch.rand(150, 2, device=DEVICE)
     seen: dict[str, Tensor] = {}
-    for name, config in moe_experts_hopper.CANDIDATES["carried" if fast else "exact"].items():
-        monkeypatch.setattr(moe_experts_hopper, "configs", lambda *_, config=config: (config, config))
-        seen[name] = moe_experts.experts(x, ids, weights, *prepared, 10.0, True, False, fast)
-        alone = moe_experts.experts(x[7:8], ids[7:8], weights[7:8], *prepared, 10.0, True, False, fast)
+    form = moe_experts_hopper.form_of(fast)
+    for name, config in moe_experts_hopper.CANDIDATES[form].items():
+        with tuning.trying({(f"experts_{form}", "4x512x512"): config}):
+            assert moe_experts_hopper.choose(300, *prepared) == name
+            seen[name] = moe_experts.experts(x, ids, weights, *prepared, 10.0, True, False, fast)
+            alone = moe_experts.experts(x[7:8], ids[7:8], weights[7:8], *prepared, 10.0, True, False, fast)
         assert torch.equal(alone[0], seen[name][7]), name
     first = next(iter(seen.values()))
     assert [name for name, y in seen.items() if not torch.equal(y, first)] == []
@@ -322,4 +391,4 @@ def test_rows_past_two_to_the_31_elements() -> None:
     ids = torch.arange(6, device=DEVICE).expand(70000, 6).contiguous()
     places = moe_experts.place(ids, 6, 128)
     rows = moe_experts._spread_rows(x, places, torch.ones(70000, 6, device=DEVICE), False, False)
-    assert torch.equal(moe_experts._sum(rows.values, places, torch.bfloat16), 6 * x)
+    assert torch.equal(moe_experts._sum(rows.values, places.rows, torch.bfloat16), 6 * x)

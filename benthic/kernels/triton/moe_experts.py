@@ -8,9 +8,9 @@
 
 Nothing is read by the host: buffers have the size of the worst case, and programs find their tile in a table.
 
-The products have two forms. `moe_experts_hopper.py` streams FP4 weights in an order of their own (`prepare`); it is
-the one that is fast. The kernel here reads the checkpoint's bytes, or values, in the order they are in, and runs under
-the interpreter too.
+On a Hopper GPU FP4 weights are streamed in an order of their own (`prepare`): by `moe_experts_hopper.py`, which has the
+products, or by CUDA C++ that does all of that but the last line in two launches (`cuda/experts.py`). The kernel here
+reads the checkpoint's bytes, or values, in the order they are in, and runs under the interpreter too.
 
 T tokens, k slots, R = T*k rows, E experts, D hidden width, I expert width.
 """
@@ -470,6 +470,7 @@ def prepare(w13: quant.Fp4Matrix, w2: quant.Fp4Matrix, numerics: Numerics) -> tu
     width, inner = w2.shape[1:]
     if hopper is None or width % hopper.BLOCK or inner % hopper.BLOCK:
         return w13, w2
+    hopper.warm(numerics.one_scale, w13.shape, width)
     order = hopper.interleave(inner, w13.codes.device)
     return hopper.pack(w13, numerics.one_scale, order), hopper.pack(w2, numerics.one_scale)
 
@@ -512,15 +513,15 @@ def _spread_rows(x: Tensor, places: Places, weights: Tensor, carried: bool, quan
     return _Rows(values, scales, pair_weights, grid)
 
 
-def _sum(y: Tensor, places: Places, out_dtype: torch.dtype, shared: Tensor | None = None) -> Tensor:
-    """y [R, D] -> [T, D]; shared [parts, T, D]."""
-    tokens, slots = places.rows.shape
+def _sum(y: Tensor, rows: Tensor, out_dtype: torch.dtype, shared: Tensor | None = None) -> Tensor:
+    """y [R, D] by place, rows [T, k] int32 -> [T, D]; shared [parts, T, D]."""
+    tokens, slots = rows.shape
     width = y.shape[1]
     out = torch.empty((tokens, width), dtype=out_dtype, device=y.device)
     block = min(256, triton.next_power_of_2(width))
     _combine[(triton.cdiv(tokens, 4), triton.cdiv(width, block))](
         y,
-        places.rows,
+        rows,
         out if shared is None else shared,
         out,
         tokens,
@@ -547,23 +548,29 @@ def _expert_rows(
     round_hidden: bool,
     one_scale: bool,
     raw: bool,
-) -> tuple[Tensor, Places, Tensor]:
-    """Each pair's output -> [R, D] by place, the places, and x on the FP8 grid, which it is not yet when `raw`."""
-    ids, weights = ids.contiguous(), weights.contiguous()
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each pair's output -> [R, D] by place; the places [T, k]; x on the FP8 grid, which it is not yet when `raw`."""
+    ids, weights = ids.long().contiguous(), weights.float().contiguous()
     experts = w13.shape[0]
     packed = not isinstance(w13, (Tensor, quant.Fp4Matrix))
     if packed:
         hopper = _hopper()
         assert w13.carried == one_scale, "the experts are prepared for other numerics"
         assert quantise, "packed experts read rows on the FP8 grid"
-        configs = hopper.configs(ids.numel(), w13, w2)
+        name = hopper.choose(ids.numel(), w13, w2)
+        if name not in hopper.CONFIGS[hopper.form_of(one_scale)]:
+            early, stream = bool(launch()["PDL"]), hopper.stream
+            rows = stream.place_rows(x, ids, w13, w2, raw, name, early)
+            y = stream.products(rows, weights, w13, w2, limit, round_hidden, name, early)
+            return y, rows.places, rows.grid
+        configs = [hopper.config_for(name, matrix) for matrix in (w13, w2)]
         places = place(ids, experts, configs[0]["ROWS"])
         rows = _spread_rows(x, places, weights, one_scale, raw)
         tiles, first = places[1:3], hopper.First(rows.weights, limit, round_hidden)
         hidden, scales = hopper.product(rows.values, rows.scales, w13, *tiles, configs[0], first)
         if one_scale:
             hidden, scales = _carried_rows(hidden, scales)
-        return hopper.product(hidden, scales, w2, *tiles, configs[1])[0], places, rows.grid
+        return hopper.product(hidden, scales, w2, *tiles, configs[1])[0], places.rows, rows.grid
     places = place(ids, experts, 64 if ids.numel() > 16 * experts else 16)
     if one_scale:  # by value
         w13, w2 = (quant.roundtrip_carry(quant.values(w, x.dtype)) for w in (w13, w2))
@@ -574,7 +581,7 @@ def _expert_rows(
     hidden = _product(rows.values, w13, places, (rows.weights, limit, round_hidden, quantise))
     if one_scale:
         hidden = quant.roundtrip_carry(hidden)
-    return _product(hidden, w2, places, None), places, rows.grid
+    return _product(hidden, w2, places, None), places.rows, rows.grid
 
 
 def _carried_rows(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -604,8 +611,8 @@ def experts(
         return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     if quantise and w2.shape[2] % quant.MX_GROUP:
         return plain.experts_reference(x, ids, weights, w13, w2, limit, quantise, round_hidden, one_scale)
-    y, places, _ = _expert_rows(x, ids, weights, w13, w2, limit, quantise, round_hidden, one_scale, False)
-    return _sum(y, places, torch.float32)
+    y, rows, _ = _expert_rows(x, ids, weights, w13, w2, limit, quantise, round_hidden, one_scale, False)
+    return _sum(y, rows, torch.float32)
 
 
 def _shared_expert(grid: Tensor, w13: quant.Matrix, w2: quant.Matrix, limit: float, round_hidden: bool) -> Tensor:
@@ -657,5 +664,5 @@ def moe(
     if h.shape[0] == 0:
         return torch.empty_like(h)
     ids, weights = moe_gate.route(h, gate, bias, k, normalise, scale)
-    y, places, grid = _expert_rows(h, ids, weights, w13, w2, limit, True, round_hidden, one_scale, True)
-    return _sum(y, places, h.dtype, _shared_expert(grid, shared_w13, shared_w2, limit, round_hidden))
+    y, rows, grid = _expert_rows(h, ids, weights, w13, w2, limit, True, round_hidden, one_scale, True)
+    return _sum(y, rows, h.dtype, _shared_expert(grid, shared_w13, shared_w2, limit, round_hidden))

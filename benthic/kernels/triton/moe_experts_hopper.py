@@ -27,8 +27,10 @@ Two forms of one weight, by what the rows are:
 E experts, N weight rows, K columns, R rows (pairs of a token and a slot, sorted by expert).
 """
 
+import logging
+from contextlib import suppress
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -38,7 +40,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from benthic.errors import KernelBuildError
 from benthic.kernels import quant
+from benthic.kernels.cuda import build
+from benthic.kernels.cuda import experts as stream
 from benthic.kernels.triton import tuning
 from benthic.kernels.triton.gemm import launch
 from benthic.kernels.triton.moe_experts_pack import (
@@ -55,6 +60,8 @@ from benthic.kernels.triton.moe_experts_pack import interleave as interleave
 from benthic.kernels.triton.moe_experts_pack import pack as pack
 from benthic.kernels.triton.quant import carry_byte, e8m0_value
 from benthic.kernels.triton.swiglu import gated
+
+log = logging.getLogger(__name__)
 
 # ---- unpacking -------------------------------------------------------------------------------------------------------
 
@@ -294,7 +301,7 @@ def _half(acc, total, weights, x, HALF: gl.constexpr, PENDING: gl.constexpr, FOR
     deep: gl.constexpr = 32 if FORM & CARRIED else 16
     layout: gl.constexpr = gl.DotOperandLayout(0, total.type.layout, deep // 8)
     a = gl.convert_layout(_unpack(weights, HALF, FORM), layout, assert_trivial=True)
-    b = x.slice(0, total.shape[1]).slice(64 * HALF, 64, 1).permute((1, 0))
+    b = x.slice(64 * HALF, 64, 1).permute((1, 0))
     if (FORM & CARRIED) and HALF == 0:
         acc = warpgroup_mma_wait(0, deps=(acc,))
         total = warpgroup_mma_wait(0, deps=(total + acc,))  # added before the next product begins
@@ -315,24 +322,15 @@ def _consumer(
     limit,
     PART: gl.constexpr,  # which 64 rows of a piece
     AHEAD: gl.constexpr,
-    HALVES: gl.constexpr,
     FORM: gl.constexpr,
 ):
     """Multiplies and finishes piece after piece."""
-    ROWS: gl.constexpr = rings[2].shape[1]
     parts: gl.constexpr = rings[1].shape[1] // 64
     _wait(FORM)
     pieces = gl.load(sources[1]) * sizes[0]
     at = (0, 0, rings[2].shape[0] - 1)
     for piece in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        if HALVES:
-            if gl.load(sources[0] + piece // sizes[0] * 4 + 2) > 64:
-                acc, stage, phase, before = _consume(rings, bars, sources, sizes, at, 128, PART, AHEAD, HALVES, FORM)
-            else:
-                half, stage, phase, before = _consume(rings, bars, sources, sizes, at, 64, PART, AHEAD, HALVES, FORM)
-                acc = _padded(half)
-        else:
-            acc, stage, phase, before = _consume(rings, bars, sources, sizes, at, ROWS, PART, AHEAD, HALVES, FORM)
+        acc, stage, phase, before = _consume(rings, bars, sources, sizes, at, PART, AHEAD, FORM)
         at = (stage, phase, before)
         _finish(acc, piece // sizes[0], piece % sizes[0] * parts + PART, sources, outs, sizes[2], limit, FORM)
 
@@ -344,10 +342,8 @@ def _consume(
     sources,
     sizes,
     at,  # stage, phase, stage before
-    TOKENS: gl.constexpr,  # rows of the tile that are multiplied
     PART: gl.constexpr,
     AHEAD: gl.constexpr,
-    HALVES: gl.constexpr,
     FORM: gl.constexpr,
 ):
     """Sums of a warpgroup's 64 weight rows, and where its ring is then."""
@@ -355,7 +351,8 @@ def _consume(
     full, empty = bars
     _, K_BLOCKS, _ = sizes
     parts: gl.constexpr = scales_ring.shape[1] // 64
-    PENDING: gl.constexpr = 0 if parts > 2 or (TOKENS == 128 and (HALVES or (FORM & CARRIED))) else 1
+    TOKENS: gl.constexpr = x_ring.shape[1]
+    PENDING: gl.constexpr = 0 if parts > 2 or (TOKENS == 128 and FORM & CARRIED) else 1
     STAGES: gl.constexpr = x_ring.shape[0]
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 32 if FORM & CARRIED else 16])
     stage, phase, before = at
@@ -408,13 +405,11 @@ def _ring_product(
     ROWS: gl.constexpr,  # rows of a tile
     STAGES: gl.constexpr,
     AHEAD: gl.constexpr,
-    HALVES: gl.constexpr,
     REGISTERS: gl.constexpr,
     FORM: gl.constexpr,
 ):
     """One warp copies, and a warpgroup for each 64 weight rows of a piece multiplies.
 
-    HALVES  of a tile's 128 rows the last 64, where there are none, are not multiplied.
     AHEAD   a warpgroup has the words of the block after in its registers before it unpacks the second half of a block.
     """
     words_ring = gl.allocate_shared_memory(gl.int32, [STAGES, HEIGHT // 2, 32], words_desc.layout)
@@ -435,8 +430,8 @@ def _ring_product(
     if HEIGHT == 128:
         gl.warp_specialize(
             [
-                (_consumer, (rings, bars, sources, outs, sizes, limit, 0, AHEAD, HALVES, FORM)),
-                (_consumer, (rings, bars, sources, outs, sizes, limit, 1, AHEAD, HALVES, FORM)),
+                (_consumer, (rings, bars, sources, outs, sizes, limit, 0, AHEAD, FORM)),
+                (_consumer, (rings, bars, sources, outs, sizes, limit, 1, AHEAD, FORM)),
                 (_producer, copies),
             ],
             [4, 1],
@@ -446,10 +441,10 @@ def _ring_product(
         gl.static_assert(HEIGHT == 256)
         gl.warp_specialize(
             [
-                (_consumer, (rings, bars, sources, outs, sizes, limit, 0, AHEAD, HALVES, FORM)),
-                (_consumer, (rings, bars, sources, outs, sizes, limit, 1, AHEAD, HALVES, FORM)),
-                (_consumer, (rings, bars, sources, outs, sizes, limit, 2, AHEAD, HALVES, FORM)),
-                (_consumer, (rings, bars, sources, outs, sizes, limit, 3, AHEAD, HALVES, FORM)),
+                (_consumer, (rings, bars, sources, outs, sizes, limit, 0, AHEAD, FORM)),
+                (_consumer, (rings, bars, sources, outs, sizes, limit, 1, AHEAD, FORM)),
+                (_consumer, (rings, bars, sources, outs, sizes, limit, 2, AHEAD, FORM)),
+                (_consumer, (rings, bars, sources, outs, sizes, limit, 3, AHEAD, FORM)),
                 (_producer, copies),
             ],
             [4, 4, 4, 1],
@@ -476,7 +471,6 @@ def _solo_product(
     HEIGHT: gl.constexpr,
     ROWS: gl.constexpr,
     STAGES: gl.constexpr,
-    HALVES: gl.constexpr,
     FORM: gl.constexpr,
 ):
     """All warps multiply, each having all registers; one of their threads copies. Arguments as `_ring_product`."""
@@ -511,14 +505,7 @@ def _solo_product(
     bounds = (pieces, columns, K_BLOCKS, blocks)
     at = (ask, ask_k, ask_block, ask_row, 0, 0)
     for piece in range(gl.program_id(0), pieces, step):
-        if HALVES:
-            if gl.load(tiles_ptr + piece // columns * 4 + 2) > 64:
-                acc, at = _solo_piece(rings, full, descs, sources, bounds, at, 128, FORM)
-            else:
-                half, at = _solo_piece(rings, full, descs, sources, bounds, at, 64, FORM)
-                acc = _padded(half)
-        else:
-            acc, at = _solo_piece(rings, full, descs, sources, bounds, at, ROWS, FORM)
+        acc, at = _solo_piece(rings, full, descs, sources, bounds, at, FORM)
         _finish(acc, piece // columns, piece % columns, sources, outs, N, limit, FORM)
 
 
@@ -530,7 +517,6 @@ def _solo_piece(
     sources,
     bounds,
     at,  # what is asked for next; stage, phase
-    TOKENS: gl.constexpr,  # rows of the tile that are multiplied
     FORM: gl.constexpr,
 ):
     """Sums of a piece, and what is next."""
@@ -539,6 +525,7 @@ def _solo_piece(
     ask, ask_k, ask_block, ask_row, stage, phase = at
     HEIGHT: gl.constexpr = scales_ring.shape[1]
     STAGES: gl.constexpr = x_ring.shape[0]
+    TOKENS: gl.constexpr = x_ring.shape[1]
     sums: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [gl.num_warps(), 1], [16, TOKENS, 32 if FORM & CARRIED else 16]
     )
@@ -570,17 +557,6 @@ def _solo_piece(
 
 
 # ---- what is done with sums ------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _padded(acc):
-    """Sums of 64 rows of a tile -> of 128."""
-    height: gl.constexpr = acc.shape[0]
-    like: gl.constexpr = acc.type.layout
-    shape: gl.constexpr = [like.instr_shape[0], 128, like.instr_shape[2]]
-    layout: gl.constexpr = gl.NVMMADistributedLayout(like.version, like.warps_per_cta, shape)
-    both = gl.permute(gl.join(acc, gl.zeros_like(acc)), (0, 2, 1))
-    return gl.convert_layout(gl.reshape(both, (height, 128)), layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -662,47 +638,40 @@ def _store(y, row, count, out_ptr, part, width):
 
 _MULTIPROCESSORS = 132  # where nobody can ask
 
+Config = dict[str, Any]
 
-def _ring(
-    rows: int, stages: int, height: int = 128, registers: int = 168, ahead: bool = False, halves: bool = False
-) -> tuning.Config:
-    """One program a multiprocessor: warpgroups multiply 64 weight rows each, one warp copies."""
+
+def _ring(rows: int, stages: int, height: int = 128, registers: int = 168, ahead: bool = False) -> Config:
+    """Warpgroups multiply 64 weight rows each, one warp copies."""
     return {
         "KIND": "ring",
         "ROWS": rows,
         "HEIGHT": height,
         "STAGES": stages,
-        "PROGRAMS": 1,
         "AHEAD": ahead,
-        "HALVES": halves,
         "num_warps": 4,
         "registers": registers,
     }
 
 
-def _solo(rows: int, height: int, stages: int, programs: int, warps: int = 8, halves: bool = False) -> tuning.Config:
-    """`programs` programs a multiprocessor: all warps multiply, one thread copies."""
-    registers = min(255, 65536 // (programs * warps * 32) // 8 * 8)
+def _solo(rows: int, stages: int) -> Config:
+    """All warps multiply, one thread copies."""
     return {
         "KIND": "solo",
         "ROWS": rows,
-        "HEIGHT": height,
+        "HEIGHT": 256,
         "STAGES": stages,
-        "PROGRAMS": programs,
-        "AHEAD": False,
-        "HALVES": halves,
-        "num_warps": warps,
-        "registers": registers,
+        "num_warps": 8,
+        "registers": 255,
     }
 
 
-CANDIDATES: dict[str, dict[str, tuning.Config]] = {  # form of the weights -> name -> what `benthic bench tune` tries
+CONFIGS: dict[str, dict[str, Config]] = {  # form of the weights -> name; all sum in one order
     "exact": {
         "ring16": _ring(16, 12),
         "ring32": _ring(32, 12),
         "ring64": _ring(64, 8),
         "ring128": _ring(128, 4),
-        "halves128": _ring(128, 4, halves=True),
         "ahead16": _ring(16, 16, ahead=True),
         "ahead32": _ring(32, 12, ahead=True),
         "ahead64": _ring(64, 8, ahead=True),
@@ -710,13 +679,8 @@ CANDIDATES: dict[str, dict[str, tuning.Config]] = {  # form of the weights -> na
         "four32": _ring(32, 8, 256, 96),
         "four16a": _ring(16, 10, 256, 96, ahead=True),
         "four32a": _ring(32, 8, 256, 96, ahead=True),
-        "pair16": _solo(16, 128, 7, 2),
-        "pair32": _solo(32, 128, 6, 2),
-        "pair64": _solo(64, 128, 4, 2),
-        "wide16": _solo(16, 256, 8, 1, warps=16),
-        "wide32": _solo(32, 256, 7, 1, warps=16),
-        "wide64": _solo(64, 256, 6, 1),
-        "wide128": _solo(128, 256, 4, 1),
+        "wide64": _solo(64, 6),
+        "wide128": _solo(128, 4),
     },
     "carried": {
         "ring16": _ring(16, 16),
@@ -730,46 +694,85 @@ CANDIDATES: dict[str, dict[str, tuning.Config]] = {  # form of the weights -> na
         "four32": _ring(32, 10, 256, 96),
         "four16a": _ring(16, 11, 256, 96, ahead=True),
         "four32a": _ring(32, 10, 256, 96, ahead=True),
-        "pair16": _solo(16, 128, 8, 2),
-        "pair32": _solo(32, 128, 7, 2),
-        "pair64": _solo(64, 128, 6, 2),
-        "wide16": _solo(16, 256, 10, 1, warps=16),
-        "wide32": _solo(32, 256, 9, 1, warps=16),
-        "wide64": _solo(64, 256, 8, 1),
+        "wide64": _solo(64, 8),
     },
 }
 
 
-def default(carried: bool, rows: int, experts: int) -> tuning.Config:
+def form_of(carried: bool) -> str:
+    return "carried" if carried else "exact"
+
+
+def default(carried: bool, rows: int, experts: int) -> str:
     """By the rows that an expert gets on average, when `rows` of them fall on `experts`."""
     each = rows / experts
     tile = next(height for height, most in ((16, 11), (32, 24), (64, 80), (128, each)) if each <= most)
     if carried and tile == 128:  # with sums moved to float32 on the way, 128 rows would not fit in registers
-        return CANDIDATES["carried"]["wide64"]
-    return CANDIDATES["carried" if carried else "exact"][f"{'wide' if tile == 128 else 'ring'}{tile}"]
+        return "wide64"
+    return f"{'wide' if tile == 128 else 'ring'}{tile}"
 
 
-def configs(rows: int, w13: Packed, w2: Packed) -> tuple[tuning.Config, tuning.Config]:
-    """Of both products; they share the height of a tile of rows, ROWS. Fixed functions of the arguments and the device.
-
-    All sum in one order.
-    """
-    first, second = _config(w13, rows), _config(w2, rows)
-    return first, second if second["ROWS"] == first["ROWS"] else _whole(first, w2)
-
-
-def _config(matrix: Packed, rows: int) -> tuning.Config:
-    form, key = "carried" if matrix.carried else "exact", "x".join(str(size) for size in matrix.shape)
-    config = tuning.config(f"experts_{form}", key, rows, default(matrix.carried, rows, matrix.shape[0]))
-    return _whole(config, matrix)
-
-
-def _whole(config: tuning.Config, matrix: Packed) -> tuning.Config:
-    """Pieces that the weight rows divide into."""
+def config_for(name: str, matrix: Packed) -> Config:
+    """Of this name, in pieces that the matrix's weight rows divide into."""
+    config = CONFIGS[form_of(matrix.carried)][name]
     if matrix.shape[1] % config["HEIGHT"] == 0:
         return config
     ring = {"registers": 168} if config["KIND"] == "ring" else {}  # of the fewer warpgroups
     return config | {"HEIGHT": BLOCK} | ring
+
+
+# what `benthic bench tune` tries: all of these, and the shapes of `cuda/experts.py`
+CANDIDATES: dict[str, dict[str, tuning.Config]] = {
+    form: {name: {"name": name} for name in [*stream.SHAPES[form], *configs]} for form, configs in CONFIGS.items()
+}
+
+
+STREAMS = False  # are shapes of `cuda/experts.py` taken where no table says what is? They have not run on a device yet
+
+
+@cache
+def _streams(carried: bool, experts: int, width: int, name: str) -> bool:
+    """Is this shape of `cuda/experts.py` there to be used? Compiles it."""
+    if not build.available():
+        return False
+    try:
+        stream.ready(name, carried, experts, width)
+    except KernelBuildError as error:
+        log.warning("Triton's experts run instead", extra={"reason": str(error)})
+        return False
+    return True
+
+
+def _wanted(rows: int, carried: bool, shape: torch.Size) -> str:
+    """What the table of the device says for w13 of this shape."""
+    usual = stream.shape_for(rows, shape[0]) if STREAMS else default(carried, rows, shape[0])
+    key = "x".join(str(size) for size in shape)
+    return tuning.config(f"experts_{form_of(carried)}", key, rows, {"name": usual})["name"]
+
+
+def choose(rows: int, w13: Packed, w2: Packed) -> str:
+    """What runs for so many rows: the name of a shape of `cuda/experts.py`, or of one of CONFIGS.
+
+    A fixed function of the arguments, the device and its table. No two of them give different bits.
+    """
+    carried, experts, n = w13.carried, w13.shape[0], (w13.shape[1], w2.shape[1])
+    name = _wanted(rows, carried, w13.shape)
+    if name in CONFIGS[form_of(carried)]:
+        return name
+    there = stream.fits(name, carried, n) and _streams(carried, experts, w2.shape[1], name)
+    return name if there else default(carried, rows, experts)
+
+
+@cache
+def warm(carried: bool, shape: torch.Size, width: int) -> None:
+    """Compile what w13 of this shape, with w2 of so many rows, is likely to ask for, so that no step waits for it."""
+    if not build.available():
+        return
+    names = {_wanted(each * shape[0], carried, shape) for each in (1, 8, 24, 64, 256)}
+    with suppress(KernelBuildError):  # told when it is asked for
+        stream.compile_together(
+            [name for name in names if stream.fits(name, carried, (shape[1], width))], carried, shape[0]
+        )
 
 
 class First(NamedTuple):
@@ -786,7 +789,7 @@ def product(
     matrix: Packed,
     tiles: Tensor,
     count: Tensor,
-    config: tuning.Config,
+    config: Config,
     first: First | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Rows sorted by expert times their expert's matrix.
@@ -832,9 +835,8 @@ def product(
         form |= FIRST.value | (LIMITED.value if first.limit > 0 else 0) | (ROUND.value if first.round_hidden else 0)
     form |= EARLY.value if options.pop("PDL") else 0
     common = {"HEIGHT": height, "ROWS": rows, "STAGES": config["STAGES"], "FORM": form, **options}
-    common["HALVES"] = config["HALVES"]
     common["num_warps"] = config["num_warps"]
-    grid = (config["PROGRAMS"] * _multiprocessors(x.device),)
+    grid = (_multiprocessors(x.device),)
     if config["KIND"] == "ring":
         threads = 32 * (height // 16 + 4)
         common |= {"AHEAD": config["AHEAD"], "REGISTERS": config["registers"], "maxnreg": 65536 // threads // 8 * 8}
