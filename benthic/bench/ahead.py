@@ -23,7 +23,10 @@ from benthic.cache.spec import CacheSpec
 from benthic.cache.storage import Storage
 from benthic.engine.runner import Runner
 from benthic.engine.sampler import Sampler
+from benthic.errors import KernelBuildError
 from benthic.kernels import backends, moe_experts, quant
+from benthic.kernels.cuda import build as cuda_build
+from benthic.kernels.cuda import experts as cuda_experts
 from benthic.kernels.triton import moe_experts as triton_experts
 from benthic.kernels.triton import runtime, tuning, warm
 from benthic.models.deepseek_v41 import from_checkpoint
@@ -84,7 +87,7 @@ class OnDevice(Cases):
         blocks = self.make.random_bytes(-(-n // 32), -(-k // 32))
         return quant.RowMatrix(codes, torch.empty(n)) if fast else quant.Fp8Matrix(codes, blocks)
 
-    def expert_weights(self, fast: bool, backend: str | None = None) -> tuple[Any, Any]:
+    def expert_weights(self, fast: bool) -> tuple[Any, Any]:
         c = self.c
         shapes = ((2 * c.moe_intermediate_size, c.hidden_size), (c.hidden_size, c.moe_intermediate_size))
 
@@ -167,14 +170,30 @@ def run(options: Options, say: Callable[[str], None] = lambda _: None) -> dict[s
     failures = warm.build(
         jobs, options.workers, lambda done, of: say(f"{done} of {of}") if done % every == 0 or done == of else None
     )
+    failed = [{"kernel": failure.job.kernel, "error": failure.error} for failure in failures]
     return {
         "bench": "compile",
         "commit": report.commit(),
         "kernels": len(jobs),
         "found_seconds": traced,
         "seconds": perf_counter() - started,
-        "failed": [{"kernel": failure.job.kernel, "error": failure.error} for failure in failures],
+        "failed": failed + in_cuda(options, say),
     }
+
+
+def in_cuda(options: Options, say: Callable[[str], None]) -> list[dict[str, str]]:
+    """Compile the candidates that are CUDA C++ into their own cache; returns what did not compile."""
+    wanted = options.kernels and options.candidates and (options.op or "experts") in "experts"
+    if not wanted or cuda_build.nvrtc() is None:
+        return []
+    experts = OnDevice(RELEASE).c.n_routed_experts
+    try:
+        for form, shapes in cuda_experts.SHAPES.items():
+            cuda_experts.compile_together(shapes, form == "carried", experts)
+            say(f"experts in CUDA C++, {form}: {len(shapes)} shapes")
+    except KernelBuildError as error:
+        return [{"kernel": "stream_experts", "error": str(error)}]
+    return []
 
 
 def found(options: Options, say: Callable[[str], None] = lambda _: None) -> dict[warm.Job, None]:

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from benthic.bench import ahead
 from benthic.bench.tune import Choice
+from benthic.errors import KernelBuildError
 from benthic.kernels.triton.tuning import Asked
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +50,28 @@ def test_candidates_of_two_keys_are_tried_together_and_alone() -> None:
         {("op_a", "k2"): {"n": 1, "m": 6}},
         {("op_a", "k2"): {"n": 2, "m": 6}},
     ]
+
+
+def test_experts_in_cuda_are_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[list[str], bool, int]] = []
+    monkeypatch.setattr(ahead.cuda_build, "nvrtc", lambda: True)
+    monkeypatch.setattr(
+        ahead.cuda_experts,
+        "compile_together",
+        lambda names, carried, experts: asked.append(([*names], carried, experts)),
+    )
+    assert ahead.in_cuda(ahead.Options(op="linear"), print) == []
+    assert ahead.in_cuda(ahead.Options(candidates=False), print) == []
+    assert asked == []
+    assert ahead.in_cuda(ahead.Options(op="expert"), print) == []
+    assert [(carried, experts) for _, carried, experts in asked] == [(False, 48), (True, 48)]
+    assert {"few", "some", "many"} <= set(asked[0][0]) & set(asked[1][0])
+
+    def fails(*_: object) -> None:
+        raise KernelBuildError("no room")
+
+    monkeypatch.setattr(ahead.cuda_experts, "compile_together", fails)
+    assert [failure["kernel"] for failure in ahead.in_cuda(ahead.Options(), print)] == ["stream_experts"]
 
 
 @pytest.mark.slow
