@@ -247,6 +247,14 @@ def from_arguments(args: argparse.Namespace, **overrides: object) -> Config:
     return load(getattr(args, _FILE, None), overrides={**given, **overrides})
 
 
+def secret(variable: str) -> str:
+    """The value of an environment variable that a flag names, such as a server's key. Raises BadSetting."""
+    value = os.environ.get(variable, "")
+    if not value:
+        raise BadSetting(variable, value, "a value in the environment", "environment")
+    return value
+
+
 def user_cache_dir() -> Path:
     """The folder for files that can be made again: `benthic` in the user's cache folder. It may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "benthic"

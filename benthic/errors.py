@@ -319,6 +319,36 @@ class BenchError(BenthicError):
         super().__init__(f"{what} could not be measured: {detail}")
 
 
+class BadRecord(BenthicError):
+    """A file of answers that an evaluation cannot go on from."""
+
+    code, status, exit_code = "bad_record", 500, 2
+
+    def __init__(self, path: object, detail: str):
+        super().__init__(f"cannot go on from {path}: {detail}")
+
+
+# Other servers, that Benthic asks
+
+
+class ServerUnreachable(BenthicError):
+    """Nobody answers at an address, after every try."""
+
+    code, status, retryable = "server_unreachable", 503, True
+
+    def __init__(self, url: str, detail: str):
+        super().__init__(f"{url} cannot be reached: {detail}; is the server up, and the address right?")
+
+
+class ServerRefused(BenthicError):
+    """A server answers, and will not serve this caller at all."""
+
+    code, status, exit_code = "server_refused", 502, 2
+
+    def __init__(self, url: str, detail: str):
+        super().__init__(f"{url} refuses: {detail}")
+
+
 # Requests
 
 

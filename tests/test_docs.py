@@ -59,6 +59,19 @@ def test_the_readme_names_real_make_targets_and_verbs() -> None:
 
 
 @pytest.mark.skipif(not MINNOW.is_dir(), reason="the tree holds no packaged model")
+def test_the_evaluation_example_runs() -> None:
+    page = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    words = shlex.split(command)
+    assert words[0] == "benthic"
+    done = subprocess.run(
+        [sys.executable, "-m", "benthic.cli.main", *words[1:]], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^copy +[01]", done.stdout, re.MULTILINE), done.stdout
+
+
+@pytest.mark.skipif(not MINNOW.is_dir(), reason="the tree holds no packaged model")
 def test_the_readme_example_runs() -> None:
     (code,) = fenced("python")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

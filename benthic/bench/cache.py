@@ -206,11 +206,11 @@ def modes(config: Config, options: Options, say: Callable[[str], None]) -> list[
     """
     if options.data is None:
         raise BenchError("modes", "needs held-out documents: --data FILE")
-    from benthic.bench.eval import read_documents  # at this place: it brings the prompt library
+    from benthic.bench.eval.documents import read_documents  # at this place: it brings the prompt library
 
     measures: list[Measure] = []
     params = SamplingParams(temperature=0.0, max_tokens=32, logprobs=TOP, ignore_eos=True)
-    texts = [document["response"] for document in islice(read_documents(options.data), 4 * options.documents)]
+    texts = [document.response for document in islice(read_documents(options.data), 4 * options.documents)]
     with LLM(config=_with(config, prefix=False, truncation="off")) as llm:
         assert llm.tokenizer is not None
         joined = [llm.tokenizer.encode(" ".join(texts[4 * i : 4 * i + 4])) for i in range(options.documents)]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benthic.bench.eval import read_documents
+from benthic.bench.eval.documents import read_documents
 from benthic.cache.storage import Storage
 from benthic.engine import batch as batches
 from benthic.engine.llm import LLM
@@ -432,7 +432,7 @@ def prompts_of(model: str | Path, data: Path, count: int) -> list[list[int]]:
     """The prompts of the first `count` documents of a file of JSON lines, as the model sees them. Raises BenchError."""
     encoder = ChatEncoder(Tokenizer.from_dir(model_dir(model)))
     documents = read_documents(data, count)
-    return [list(encoder.encode([{"role": "user", "content": document["prompt"]}]).ids) for document in documents]
+    return [list(encoder.encode([{"role": "user", "content": document.prompt}]).ids) for document in documents]
 
 
 # ---- the whole -------------------------------------------------------------------------------------------------------

@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benthic.bench import eval as evaluation
 from benthic.bench import report
+from benthic.bench.eval.documents import read_documents
+from benthic.bench.eval.local import bits_per_byte
 from benthic.bench.report import Measure
 from benthic.cache.storage import Storage
 from benthic.config import Config
@@ -521,10 +522,9 @@ def users(settings: Config, options: Options, profile: str, say: Callable[[str],
     found: dict[str, float] = {}
     with LLM(config=replace(settings, numerics=profile)) as llm:
         if options.data is not None and options.documents:
-            documents = evaluation.read_documents(options.data, options.documents)
-            found["bits per byte"] = evaluation.bits(
-                llm, documents, lambda n: say(f"{profile}: {n} documents")
-            ).per_byte
+            documents = read_documents(options.data, options.documents)
+            every = lambda n: None if n % 64 else say(f"{profile}: {n} documents")  # noqa: E731
+            found["bits per byte"] = bits_per_byte(llm, documents, every)
         if options.needles:
             found["needles"] = answers(llm, options.needles)
             say(f"{profile}: {len(options.needles)} needles")
@@ -543,9 +543,9 @@ def texts_of(checkpoint: Checkpoint, options: Options) -> list[list[int]]:
     encoder = ChatEncoder(tokenizer)
     texts: list[list[int]] = []
     left = options.tokens
-    for document in evaluation.read_documents(options.data):
-        head = encoder.encode([{"role": "user", "content": document["prompt"]}]).ids
-        texts.append([*head, *tokenizer.encode(document["response"], bos=False), tokenizer.eos_id][:left])
+    for document in read_documents(options.data):
+        head = encoder.encode([{"role": "user", "content": document.prompt}]).ids
+        texts.append([*head, *tokenizer.encode(document.response, bos=False), tokenizer.eos_id][:left])
         left -= len(texts[-1])
         if left <= 0:
             break

@@ -27,6 +27,9 @@ class Measure(TypedDict):
     target: NotRequired[float | None]  # what the project wants
     better: NotRequired[str]  # "more" or "less"
     samples: NotRequired[list[float]]
+    standard_error: NotRequired[float]  # of the value, same unit
+    n: NotRequired[int]  # independent samples behind it
+    verdict: NotRequired[str]  # "met" or "missed", where there is a target
     note: NotRequired[str]
 
 
@@ -84,13 +87,30 @@ def _git(folder: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
+SECRETS = ("--api-key",)  # flags whose value is no one else's business
+
+
+def command(words: list[str]) -> str:
+    """The command line as it is kept: without folders that only this machine has, and without keys."""
+    kept = ["benthic"]
+    for before, word in zip(["", *words], words, strict=False):
+        flag, equals, _ = word.partition("=")
+        if before in SECRETS:
+            word = "***"
+        elif equals and flag in SECRETS:
+            word = f"{flag}=***"
+        word = re.sub(r"://[^/@]*@", "://***@", word)
+        kept.append(Path(word).name if Path(word).is_absolute() else word)
+    return " ".join(kept)
+
+
 def header(bench: str, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
     """All but the numbers, and but `versions`, which can be told once the engine has chosen its kernels."""
     return {
         "bench": bench,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "command": " ".join(["benthic", *(Path(w).name if Path(w).is_absolute() else w for w in sys.argv[1:])]),
+        "command": command(sys.argv[1:]),
         "seed": seed,
         "settings": settings,
         "hardware": hardware(),

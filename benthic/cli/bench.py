@@ -7,16 +7,20 @@ hardware allows, which configurations are fastest (tune), and what it costs that
 import argparse
 import json
 import random
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benthic import config
-from benthic.errors import BenchError
+from benthic.errors import BadField, BenchError
 from benthic.types import NUMERICS
+
+if TYPE_CHECKING:
+    from benthic.bench.eval.subject import Subject
 
 NEEDLE_TOKENS = (120, 270, 520, 930)  # lengths of the needle prompts that `bench numerics` asks
 
@@ -74,13 +78,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="interpreter of the peer's environment",
     )
     step.set_defaults(run_bench=_step)
-    text = benches.add_parser("eval", help="bits per byte of held-out responses, sampled stories", allow_abbrev=False)
-    text.add_argument(
-        "--data", type=Path, required=True, metavar="FILE", help="documents, JSON lines of kind, prompt, response"
+    text = benches.add_parser(
+        "eval", help="what a model's answers are worth, here or behind a server", allow_abbrev=False
     )
-    text.add_argument("--documents", type=_count, help="score the first N documents (default: all)")
-    text.add_argument("--stories", type=_count, default=10, help="stories to sample at T = 0.8 (default 10)")
-    text.set_defaults(run_bench=_eval)
+    _eval_arguments(text)
     accuracy = benches.add_parser("numerics", help="what the number formats of products cost", allow_abbrev=False)
     accuracy.add_argument(
         "--data", type=Path, metavar="FILE", help="documents as in eval; none: synthetic products only"
@@ -192,7 +193,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         bench.add_argument("--out", default="results", metavar="DIR", help="folder of results (default results)")
         bench.add_argument("--no-save", action="store_true", help="write no file")
         bench.add_argument("--seed", type=_count, default=0, help="of random operands (default 0)")
-    for bench, skip in ((step, ()), (text, ()), (accuracy, ("numerics",))):
+    for bench, skip in ((step, ()), (text, ("model",)), (accuracy, ("numerics",))):
         bench.add_argument("--json", action="store_true", help="the whole report as one JSON object")
         bench.add_argument("--out", default="results", metavar="DIR", help="folder of results (default results)")
         bench.add_argument("--no-save", action="store_true", help="write no file")
@@ -224,22 +225,137 @@ def _step(args: argparse.Namespace) -> int:
     return _finish(args, settings, found, _step_text)
 
 
+def _eval_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--suite", default="", metavar="A,B", help="suites to run (default: all that the subject can)")
+    parser.add_argument("--list", action="store_true", help="print the suites and stop")
+    parser.add_argument("--model", metavar="NAME", help="a packaged model, a checkpoint folder, or the server's name")
+    parser.add_argument(
+        "--data", type=Path, metavar="FILE", help="held-out documents, JSON lines of kind, prompt, response"
+    )
+    parser.add_argument("--quick", action="store_true", help="few questions of each suite, contexts up to 1024 tokens")
+    parser.add_argument("--documents", type=_count, metavar="N", help="score the first N documents (default: all)")
+    parser.add_argument("--tasks", type=_count, metavar="N", help="tasks of each skill (default 128)")
+    parser.add_argument("--stories", type=_count, metavar="N", help="stories of each temperature (default 32)")
+    parser.add_argument("--context", type=_count, metavar="TOKENS", help="longest text of ladder and depth")
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="keep answers there, and go on from those it has")
+    parser.add_argument("--name", help="of the result file (default: from model, numerics and suites)")
+    server = parser.add_argument_group("a server that speaks the OpenAI protocol")
+    server.add_argument("--base-url", metavar="URL", help="ask it instead of the engine here, as http://host:8000/v1")
+    server.add_argument("--api-key-env", metavar="VARIABLE", help="environment variable that holds the key")
+    server.add_argument("--api-key", metavar="KEY", help="the key itself; others can see a command line")
+    server.add_argument("--concurrency", type=_count, default=8, metavar="N", help="requests at a time (default 8)")
+    server.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of one reply, seconds (default 600)")
+    server.add_argument("--tries", type=_count, default=5, metavar="N", help="of one request (default 5)")
+    server.add_argument(
+        "--thinking",
+        choices=("deepseek", "template", "none"),
+        default="deepseek",
+        help="how thinking is asked for: the field `thinking`, `chat_template_kwargs`, or not at all",
+    )
+    server.add_argument(
+        "--template",
+        choices=("plain", "chatml", "llama3", "deepseek"),
+        default="plain",
+        help="the form of text that is scored (default plain)",
+    )
+    server.add_argument(
+        "--tokenizer", metavar="NAME", help="score token ids, with the tokenizer of this model or checkpoint folder"
+    )
+    parser.set_defaults(run_bench=_eval)
+
+
 def _eval(args: argparse.Namespace) -> int:
-    settings = config.from_arguments(args)
-    from tqdm import tqdm
+    from benthic.bench.eval import run
 
-    from benthic.bench import eval as evaluation
+    if args.list:
+        for suite in run.SUITES.values():
+            print(f"{suite.name:<14}{suite.text}{' (the engine in this process alone)' if suite.inside else ''}")
+        return 0
+    from dataclasses import replace
 
-    options = evaluation.Options(data=args.data, documents=args.documents, stories=args.stories, seed=args.seed)
-    with tqdm(total=args.documents, unit="doc", file=sys.stderr, disable=args.json or None) as bar:
+    from benthic.bench.eval import documents, prepared
 
-        def progress(stage: str, done: int) -> None:
-            bar.set_description(stage)
-            if stage == "documents":
-                bar.update(done - bar.n)
+    try:
+        names = run.chosen(args.suite)
+    except ValueError as error:
+        raise BadField("--suite", args.suite, str(error)) from error
+    settings = config.from_arguments(args, **({"model": args.model} if args.model and not args.base_url else {}))
+    given = {"documents": args.documents, "tasks": args.tasks, "stories": args.stories, "longest": args.context}
+    sizes = prepared.QUICK if args.quick else prepared.Sizes()
+    sizes = replace(sizes, **{key: value for key, value in given.items() if value is not None})
+    options = run.Options(names, args.data or documents.packaged(), sizes, args.seed, args.context, args.resume)
+    subject = _subject(args, settings)
+    try:
+        with _Bar(args.json) as bar:
+            found = run.run(subject, options, bar)
+    except (KeyboardInterrupt, Exception):
+        if args.resume is not None and args.resume.exists():
+            _say(f"answers so far are kept in {args.resume}; the same command goes on from there")
+        raise
+    finally:
+        subject.close()
+    name = args.name or _eval_name(args, subject.name, settings, names)
+    return _show(args, found, f"eval-{name}", run.text(found))
 
-        found = evaluation.run(settings, options, progress)
-    return _finish(args, settings, found, _eval_text)
+
+def _subject(args: argparse.Namespace, settings: config.Config) -> "Subject":
+    if args.base_url is None:
+        from benthic.bench.eval.local import LocalSubject
+
+        return LocalSubject(settings)
+    from benthic.bench.eval.remote import RemoteSubject, Server
+    from benthic.models.registry import model_dir
+    from benthic.text.prompt import ChatEncoder
+    from benthic.text.tokenizer import Tokenizer
+
+    return RemoteSubject(
+        Server(
+            args.base_url,
+            args.model or "",
+            api_key=config.secret(args.api_key_env) if args.api_key_env else args.api_key or "",
+            concurrency=max(args.concurrency, 1),
+            timeout=args.timeout,
+            tries=max(args.tries, 1),
+            thinking=args.thinking,
+            template=args.template,
+            encoder=ChatEncoder(Tokenizer.from_dir(model_dir(args.tokenizer))) if args.tokenizer else None,
+        )
+    )
+
+
+def _eval_name(args: argparse.Namespace, model: str, settings: config.Config, names: tuple[str, ...]) -> str:
+    """What a result is of: model, how it was served, and what was asked when that is not everything."""
+    from urllib.parse import urlsplit
+
+    from benthic.bench.eval.suites import SUITES
+
+    parts = [model, settings.numerics if args.base_url is None else f"at-{urlsplit(args.base_url).hostname}"]
+    parts += [*(names if names != tuple(SUITES) else ()), *(["quick"] if args.quick else [])]
+    return re.sub(r"[^A-Za-z0-9.]+", "-", "-".join(parts)).strip("-")
+
+
+class _Bar:
+    """What runs, how far it is, and the time left, on a terminal."""
+
+    def __init__(self, hidden: bool):
+        self._hidden = hidden
+
+    def __enter__(self) -> "_Bar":
+        from tqdm import tqdm
+
+        form = "{desc} {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
+        self._bar = tqdm(total=1, file=sys.stderr, disable=self._hidden or None, bar_format=form, desc="preparing")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+    def begin(self, total: int) -> None:
+        self._bar.reset(max(total, 1))
+
+    def step(self, suite: str, done: int, of: int, work: int) -> None:
+        self._bar.set_description(f"{suite} {done}/{of}", refresh=False)
+        self._bar.update(work)
 
 
 def _cache(args: argparse.Namespace) -> int:
@@ -289,11 +405,10 @@ def _numerics(args: argparse.Namespace) -> int:
 
 def _needles(path: Path, count: int, seed: int) -> tuple[tuple[str, str], ...]:
     """`count` held-out needle prompts of each length, in prose of the documents: (prompt, answer)."""
-    from benthic.bench import eval as evaluation
+    from benthic.bench.eval.documents import read_documents
     from benthic.skills.base import SKILLS, Material
 
-    documents = evaluation.read_documents(path)
-    material = Material.of((document["prompt"], document["response"]) for document in documents)
+    material = Material.of((document.prompt, document.response) for document in read_documents(path))
     if not material.sentences:
         raise BenchError(
             "needles", f"{path} has no sentence of 20 to 200 characters to hide them among; try --needles 0"
@@ -436,19 +551,6 @@ def _finish(
         if path is not None:
             print(f"written to {path}")
     return 0
-
-
-def _eval_text(found: dict[str, Any]) -> str:
-    from benthic.bench import report
-
-    lines = [
-        f"{found['documents']} documents, {found['tokens']} tokens, {found['bytes']} bytes of responses",
-        "",
-        report.table(found["measures"]),
-    ]
-    for story in found["stories"]:
-        lines += ["", f"> {story['prompt']}", "", story["text"]]
-    return "\n".join(lines)
 
 
 def _step_text(found: dict[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """Looks inside a running model, and single parts of it switched off, without a line for it in the model.
 
 Each is a context manager around an engine whose steps are computed, not replayed from CUDA graphs: a replay runs none
-of the Python that a probe hangs on. Outside the block nothing is left of it.
+of the Python that a probe hangs on. The engine keeps no prefixes, so that nothing computed outside the block is read
+inside it or the other way round. Outside the block nothing is left of it.
 
     with probe.sees(llm, probe.everything):
         llm.generate(...)
@@ -168,4 +169,6 @@ def _watchable(llm: LLM) -> DeepseekV41:
         raise BenchError("the inside of the model", f"{type(model).__name__} has no probe")
     if isinstance(llm.loop.runner, Runner) and llm.loop.runner.captured:
         raise BenchError("the inside of the model", "its decode steps are CUDA graphs; set gpu.graphs to false")
+    if llm.config.cache.prefix:
+        raise BenchError("the inside of the model", "what is computed stays in the cache; set cache.prefix to false")
     return model

@@ -36,7 +36,15 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
 
     @cache
     def make(topk: int = SMALL["index_topk"], blocks: int = SMALL["candidate_topk_blocks"], budget: int = 1024) -> LLM:
-        opened.append(LLM(checkpoint(topk, blocks), numerics="float", cpu__threads=1, scheduler__token_budget=budget))
+        opened.append(
+            LLM(
+                checkpoint(topk, blocks),
+                numerics="float",
+                cpu__threads=1,
+                cache__prefix=False,
+                scheduler__token_budget=budget,
+            )
+        )
         return opened[-1]
 
     yield make
@@ -139,6 +147,17 @@ def test_loads_are_what_the_router_says(llm: Open, monkeypatch: pytest.MonkeyPat
         want = torch.cat([ids.flatten() for ids in chosen[i::layers]])
         assert int(load.sum()) == 4 * rows == len(want)
         assert torch.equal(load, torch.bincount(want, minlength=16))
+
+
+def test_a_kept_prefix_would_reach_across(tmp_path: Path) -> None:
+    with LLM(make_tiny(tmp_path / "tiny"), cpu__threads=1) as keeping:
+        for probing in (
+            probe.sees(keeping, probe.everything),
+            probe.without_engram(keeping),
+            probe.expert_loads(keeping),
+        ):
+            with pytest.raises(BenchError, match=r"stays in the cache; set cache\.prefix to false"), probing:
+                pass
 
 
 def test_a_graph_would_hide_a_probe(llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
