@@ -535,7 +535,7 @@ class Cases:
         return torch.where(chosen < blocks, chosen, -1).int()
 
     def compressor(self, requests: int, per: int) -> Case:
-        """From the attention input to both records of the groups that close, at ratio 2: three products and two ops."""
+        """From the attention input to both records of the groups that close, at ratio 2: two products and two ops."""
         c, rows, ratio = self.c, requests * per, 2
         width, key, hidden = c.head_dim, c.index_head_dim, c.hidden_size
 
@@ -543,14 +543,14 @@ class Cases:
             storage, layer = self.storage(), self.source(ratio)
             at = decode_rows(requests, per, 4 * c.sliding_window, self.device)
             h, ones, key_ones = self.make.normal(rows, hidden), self.ones(width), self.ones(key)
-            wkv, wgate, wk = self.make.dense(width, hidden), self.make.dense(width, hidden), self.make.dense(key, width)
+            both, wk = self.make.dense(2 * width, hidden), self.make.dense(key, width)
             main, index = self.paged(storage, layer, "main"), self.paged(storage, layer, "index")
             each = torch.arange(rows, device=self.device) + main.entries
             ids = torch.where((at.positions + 1) % ratio == 0, each, -1)
             where, freqs, eps = (at, ratio), self.freqs(ratio), c.rms_norm_eps
 
             def run() -> None:
-                a, b = gemm.linear(h, wkv, torch.float32), gemm.linear(h, wgate, torch.float32)
+                a, b = gemm.linear(h, both, torch.float32).split(width, dim=1)
                 rest = (ones, eps, freqs, main, ids, h.dtype)
                 latent = compress.compress_store(a, b, storage.carry[layer], *where, *rest)
                 compress.key_store(gemm.linear(latent, wk), *where, key_ones, eps, freqs, index, ids)

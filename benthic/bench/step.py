@@ -55,8 +55,8 @@ PEER_TARGETS = {  # times the peer's speed, on a CPU
 FIRST_WORDS = "Once upon a time"
 BATCHES = {"cpu": (1, 8, 32), "cuda": (1, 8, 32, 64, 256)}
 WATCHED_STEPS = 16  # of a trace, at most
-LAUNCHES = 26  # kernels of a layer's two sublayers on a GPU, and of what some layers have beside them
-COMPRESSOR_LAUNCHES, INDEXER_LAUNCHES, ENGRAM_LAUNCHES, END_LAUNCHES = 6, 8, 8, 24
+LAUNCHES = 23  # kernels of a layer's two sublayers on a GPU, and of what some layers have beside them
+COMPRESSOR_LAUNCHES, INDEXER_LAUNCHES, ENGRAM_LAUNCHES, END_LAUNCHES = 5, 9, 7, 15
 
 OPS = {  # kernels whose time is told apart
     "fused": ("hyper_read", "attention_inputs", "attention_output", "moe"),
@@ -191,9 +191,13 @@ def gpu_step_seconds(config: ModelConfig, numerics: str, rows: int, context: flo
     weight, fp4 = (4, 4) if NUMERICS[numerics].wide else (1, 17 / 32)
     read = weight * dense + fp4 * t.num_hidden_layers * touched * expert + 2 * t.vocab_size * t.hidden_size
     flops = 2 * estimate_work(config, numerics, rows, [context], rows).multiply_adds
+    return gpu_step_launches(t) * ceilings.launch_seconds + ceilings.floor(read, flops)
+
+
+def gpu_step_launches(t: TextConfig) -> int:
+    """Kernels of a decode step."""
     launches = LAUNCHES * t.num_hidden_layers + COMPRESSOR_LAUNCHES * len(t.kv_source_layer_ids) + END_LAUNCHES
-    launches += INDEXER_LAUNCHES * len(t.index_source_layer_ids) + ENGRAM_LAUNCHES * len(t.engram_layer_ids)
-    return launches * ceilings.launch_seconds + ceilings.floor(read, flops)
+    return launches + INDEXER_LAUNCHES * len(t.index_source_layer_ids) + ENGRAM_LAUNCHES * len(t.engram_layer_ids)
 
 
 # ---- the runs ----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benthic.cache.storage import Storage
 from benthic.kernels.kv_copy import Rows
-from benthic.kernels.rows import begin_rows
+from benthic.kernels.rows import begin_rows, end_rows
 from benthic.models.base import Batch, Tail
 from benthic.types import PENDING, Chunk, Draw, ImageInput, SamplingParams, StepPlan
 
@@ -480,10 +480,17 @@ def unpack(columns: Tensor, storage: Storage) -> Step:
     return Step(batch, None, Draws(slots, begun.following, *_as_settings(columns[5:].unbind(0))))
 
 
-def finish(step: Step, storage: Storage, tokens: Tensor | None) -> None:
-    """Leave for the next step what it may ask for: each slot's last ids, and the tokens [R] drawn in this one."""
+def finish(step: Step, storage: Storage, tokens: Tensor | None, peaks: Tensor | None = None) -> Tensor | None:
+    """Leave for the next step what it may ask for: each slot's last ids, and the tokens [R] drawn in this one.
+
+    peaks    [R] f32, the largest logits.
+    returns  with peaks, what the host wants of the draw: [2, R] int64, tokens and bits of the peaks as float64.
+    """
     batch, rows = step.batch, step.batch.rows
     assert rows is not None
+    if step.last is None and tokens is not None and peaks is not None:
+        last, kept = storage.last_token, storage.history
+        return end_rows(batch.ids, batch.history, rows.slots, tokens, peaks, last, kept)
     if tokens is not None:
         storage.last_token[step.draws.slots] = tokens
     if storage.history.shape[1]:
@@ -491,6 +498,7 @@ def finish(step: Step, storage: Storage, tokens: Tensor | None) -> None:
         if step.last is not None:
             slots, ids, history = slots[step.last], ids[step.last], history[step.last]
         _remember(storage, slots, ids, history)
+    return None if tokens is None or peaks is None else torch.stack((tokens, peaks.double().view(torch.int64)))
 
 
 def _as_settings(columns: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -268,8 +268,9 @@ class Runner:
             return Decided(hidden, torch.zeros(0, self.model.vocab_size, device=hidden.device), none)
         logits = self.model.logits(rows)  # [R, V]
         tokens, peaks = self.sampler.draw_rows(logits, step.draws)
-        batches.finish(step, storage, tokens)
-        return Decided(hidden, logits, torch.stack((tokens, peaks.double().view(torch.int64))))
+        drawn = batches.finish(step, storage, tokens, peaks)
+        assert drawn is not None
+        return Decided(hidden, logits, drawn)
 
     def _scores(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> dict[int, tuple[TokenLogprobs, ...]]:
         scores: dict[int, tuple[TokenLogprobs, ...]] = {}

@@ -51,6 +51,7 @@ FILES: dict[str, str] = {  # op -> the file it is in, the same in every backend
     "candidate_blocks": "indexer",
     "sample_rows": "sample",
     "begin_rows": "rows",
+    "end_rows": "rows",
     "group_records": "rows",
     "hyper_read": "fused",
     "attention_inputs": "fused",
@@ -61,7 +62,7 @@ FILES: dict[str, str] = {  # op -> the file it is in, the same in every backend
 SERVES: dict[str, frozenset[str]] = {  # backend -> ops it has
     "native": frozenset(FILES)
     - {"table_rows", "pool_groups", "compress_store", "key_store", "close_groups", "attend", "sample_rows"}
-    - {"select_records", "select_entries", "candidate_blocks", "ngram_ids", "begin_rows", "group_records"},
+    - {"select_records", "select_entries", "candidate_blocks", "ngram_ids", "begin_rows", "end_rows", "group_records"},
     "humming": frozenset({"experts"}),  # a peer to measure against: picked by `use` alone
     "triton": frozenset(
         {
@@ -91,6 +92,7 @@ SERVES: dict[str, frozenset[str]] = {  # backend -> ops it has
             "moe",
             "sample_rows",
             "begin_rows",
+            "end_rows",
             "group_records",
             "write_records",
             "read_records",

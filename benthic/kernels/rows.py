@@ -77,3 +77,35 @@ def group_records(positions: Tensor, slots: Tensor, tables: Tensor, tokens: int,
         raise ShapeError("group_records: tokens, ratio", want="a multiple of ratio", got=(tokens, ratio))
     run = backends.pick("group_records", positions) or group_records_reference
     return run(positions, slots, tables, tokens, ratio)
+
+
+def end_rows_reference(
+    ids: Tensor, before: Tensor, slots: Tensor, tokens: Tensor, peaks: Tensor, last_token: Tensor, history: Tensor
+) -> Tensor:
+    last_token[slots] = tokens
+    if history.shape[1]:
+        history[slots] = torch.cat([ids[:, None], before[:, :-1]], dim=1)
+    return torch.stack((tokens, peaks.double().view(torch.int64)))
+
+
+def end_rows(
+    ids: Tensor, before: Tensor, slots: Tensor, tokens: Tensor, peaks: Tensor, last_token: Tensor, history: Tensor
+) -> Tensor:
+    """What one-row chunks leave for their slots' next step, and for the host.
+
+    ids, slots         [T] int64; slots differ, but for 0, which is padding's.
+    before             [T, n] int64: the ids before each row, the nearest first.
+    tokens, peaks      [T] int64 and f32: drawn, and the largest logit.
+    last_token         [slots] int64 takes the tokens; history [slots, n] int64 the ids up to each row's own.
+    returns            [2, T] int64: tokens; bits of the peaks as float64.
+    Raises             ShapeError.
+    """
+    rows = ids.shape[0]
+    if not (ids.shape == slots.shape == tokens.shape == peaks.shape == (rows,)) or peaks.dtype != torch.float32:
+        got = (tuple(ids.shape), tuple(slots.shape), tuple(tokens.shape), tuple(peaks.shape), peaks.dtype)
+        raise ShapeError("end_rows: ids, slots, tokens, peaks", want="[T] each, peaks f32", got=got)
+    if before.shape != (rows, history.shape[1]) or last_token.shape != history.shape[:1]:
+        got = (tuple(before.shape), tuple(last_token.shape), tuple(history.shape))
+        raise ShapeError("end_rows: before, last_token, history", want="[T, n], [slots], [slots, n]", got=got)
+    run = backends.pick("end_rows", ids) or end_rows_reference
+    return run(ids, before, slots, tokens, peaks, last_token, history)

@@ -7,6 +7,7 @@ Which layer owns compressed KV, index keys or a selection is `layer_plan` of `de
 what earlier steps stored is its `LayerMemory`. Nothing here knows about blocks, slots or chunks.
 """
 
+import math
 from collections.abc import Iterable
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -146,7 +147,15 @@ class Engram(nn.Module):
         e = self.lookup(ngrams) if found is None else found
         keys, value = self.wkv(product_grid(e, self.numerics)).split([self.streams * self.width, self.width], dim=-1)
         keys = keys.unflatten(-1, (self.streams, self.width))  # [T, S, D]
-        return engram.engram_gate(s, keys, value, self.q_weight * self.k_weight, self.eps, images)
+        return engram.engram_gate(s, keys, value, self.gate_weight(), self.eps, images)
+
+    def gate_weight(self) -> Tensor:
+        """[S, D] f32: of the two weights only their product counts. Whoever trains them has it each time."""
+        return self.q_weight * self.k_weight if self.q_weight.requires_grad else self._gate_weight
+
+    @cached_property
+    def _gate_weight(self) -> Tensor:
+        return self.q_weight * self.k_weight
 
     def load(self, source: TensorSource, name: str) -> None:
         self.embed.load(source, f"{name}.embed")
@@ -174,8 +183,22 @@ class Compressor(nn.Module):
 
         Rotated at the group's first token it is stored as compressed KV.
         """
-        gate = None if self.wgate is None else self.wgate(h)
-        return kv.compress(self.wkv(h), gate, self.norm, freqs, h.dtype)
+        return kv.compress(*self.products(h), self.norm, freqs, h.dtype)
+
+    def products(self, h: Tensor) -> tuple[Tensor, Tensor | None]:
+        """h [T, D] -> what is pooled and how its rows weigh, [T, dh] f32 each; at ratio 1 only a latent, as h is."""
+        if self.wgate is None:
+            return self.wkv(h), None
+        if self.wkv.weight.requires_grad:
+            return self.wkv(h), self.wgate(h)
+        both = gemm.linear(h, self.both, out_dtype=torch.float32)
+        width = both.shape[1] // 2
+        return both[:, :width], both[:, width:]
+
+    @cached_property
+    def both(self) -> quant.Matrix:
+        assert self.wgate is not None
+        return join(self.wkv, self.wgate)  # one input, one product
 
     def load(self, source: TensorSource, name: str) -> None:
         self.wkv.load(source, f"{name}.wkv")
@@ -208,7 +231,20 @@ class Indexer(nn.Module):
             self.wq_b(carried(qa8, self.numerics)).unflatten(-1, (self.heads, self.width)), positions, freqs
         )
         q = quant.roundtrip_mxfp4(q) if self.numerics.quantise else q
-        return q, self.weights_proj(h) * (self.width**-0.5 * self.heads**-0.5)
+        if self.weights_proj.weight.requires_grad or self.scaled is None:
+            return q, self.weights_proj(h) * self.factor
+        return q, gemm.linear(h, self.scaled)
+
+    @property
+    def factor(self) -> float:
+        return self.width**-0.5 * self.heads**-0.5
+
+    @cached_property
+    def scaled(self) -> Tensor | None:
+        """The head weights' projection times the factor; None where that would round, as a power of two does not."""
+        factor = torch.tensor(self.factor)  # f32, as it multiplies
+        exact = math.frexp(factor.item())[0] == 0.5
+        return self.weights_proj.weight.detach() * factor.to(self.weights_proj.weight) if exact else None
 
     def load(self, source: TensorSource, name: str) -> None:
         self.wq_b.load(source, f"{name}.wq_b")
@@ -494,6 +530,7 @@ class DeepseekV41(nn.Module):
     """
 
     classes: Tensor
+    entry: Tensor
 
     def __init__(self, config: ModelConfig, numerics: Numerics, classes: Tensor | None = None):
         super().__init__()
@@ -511,6 +548,9 @@ class DeepseekV41(nn.Module):
         self.head = Linear(text.hidden_size, text.vocab_size, "bf16", numerics, wide=True)
         classes = torch.arange(text.vocab_size) if classes is None else classes.to(torch.get_default_device())
         self.register_buffer("classes", classes, persistent=False)
+        first = torch.zeros(text.hc_mult, dtype=torch.float32)
+        first[0] = 1.0
+        self.register_buffer("entry", first, persistent=False)  # the first read is the first stream alone
 
     def forward(self, batch: Batch, memory: Memory, *, taps: bool = False) -> Output:
         text = self.config.text
@@ -518,8 +558,7 @@ class DeepseekV41(nn.Module):
         if batch.images is not None and batch.embeds is not None:
             x = torch.where(batch.images[:, None], batch.embeds.to(x.dtype), x)
         s = x[:, None].expand(-1, text.hc_mult, -1).contiguous()  # [T, S, D]
-        pre = torch.zeros(s.shape[:2], dtype=torch.float32, device=s.device)
-        pre[:, 0] = 1.0  # the first read is the first stream alone
+        pre = self.entry.expand(s.shape[0], -1).contiguous()
         ngrams = self.ngrams(batch) if text.engram_layer_ids else batch.history
         streams = hyper.Streams(s, pre)
         shared: Selection | None = None

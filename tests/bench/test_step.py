@@ -1,6 +1,9 @@
 """The step bench: what it counts, what it reports, and that it measures the real engine."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -247,3 +250,40 @@ def test_slug_and_table() -> None:
     ).splitlines()
     assert rows[1].split() == ["a", "5", "<=", "4", "!", "s"]
     assert rows[2].split() == ["b", "5", "000", "6", "000", ">=", "4", "000", "tokens/s"]
+
+
+COUNT = """
+import torch
+from benthic.bench.ahead import pretending
+from benthic.bench.step import gpu_step_launches
+from benthic.cache.storage import Storage
+from benthic.engine import batch
+from benthic.engine.runner import Runner
+from benthic.engine.sampler import Sampler
+from benthic.kernels.triton import warm
+from benthic.models.deepseek_v41 import from_checkpoint
+from benthic.models.modules import packed_weights
+from benthic.models.weights import Checkpoint
+from benthic.testing.offline import counting
+from benthic.types import NUMERICS
+
+cpu, columns = torch.device("cpu"), torch.zeros(batch.COLUMNS, 32, dtype=torch.int64)
+with pretending(), packed_weights(), warm.noted({}):
+    model = from_checkpoint(Checkpoint.open("minnow"), NUMERICS["production"])
+    storage = Storage(model.cache_spec, 65, 33, cpu)
+    runner = Runner(model, storage, Sampler(model.vocab_size, cpu), on_device=True)
+    runner._compute(batch.unpack(columns, storage))  # what is made once
+    with counting() as counts:
+        runner._compute(batch.unpack(columns, storage))
+print(gpu_step_launches(model.config.text), counts.total(), dict(counts))
+"""
+
+
+@pytest.mark.slow
+def test_the_kernels_of_a_step_are_as_many_as_the_estimate_says() -> None:
+    pytest.importorskip("triton")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    expected, counted, rest = done.stdout.split(maxsplit=2)
+    assert abs(int(counted) - int(expected)) <= 0.05 * int(expected), rest

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benthic.errors import ShapeError
-from benthic.kernels.rows import begin_rows, group_records
+from benthic.kernels.rows import begin_rows, end_rows, group_records
 
 
 @pytest.mark.parametrize("kept", [0, 3])
@@ -51,6 +51,33 @@ def test_records(device: torch.device, count: int, ratio: int) -> None:
     assert records.tolist() == want
 
 
+@pytest.mark.parametrize("kept", [0, 1, 3])
+@pytest.mark.parametrize("count", [0, 1, 5, 130])
+def test_end(device: torch.device, count: int, kept: int) -> None:
+    """Rows in slots of their own, backwards; the last of five and more is padding."""
+    slots = count + 2
+    where = [slots - 1 - i for i in range(count)]
+    if count >= 5:
+        where[-1] = 0
+    ids = torch.arange(count) + 50
+    before = (torch.arange(count * kept) + 500).reshape(count, kept)
+    tokens, peaks = torch.arange(count) + 9000, torch.randn(count) * 1e3
+    last, history = torch.full((slots,), -5), torch.full((slots, kept), -6)
+    on_device = [
+        x.to(device) for x in (ids, before, torch.tensor(where, dtype=torch.int64), tokens, peaks, last, history)
+    ]
+    drawn = end_rows(*on_device)
+    assert drawn.shape == (2, count)
+    assert drawn[0].tolist() == tokens.tolist()
+    assert drawn[1].view(torch.float64).tolist() == peaks.double().tolist()
+    want_last, want_history = last.tolist(), history.tolist()
+    for i, slot in enumerate(where):
+        want_last[slot] = 9000 + i
+        want_history[slot] = [50 + i, *before[i].tolist()][:kept]
+    assert on_device[-2].tolist()[1:] == want_last[1:]  # slot 0 is padding's
+    assert on_device[-1].tolist()[1:] == want_history[1:]
+
+
 def test_refuses() -> None:
     told, tables = torch.zeros(5, 2, dtype=torch.int64), torch.zeros(3, 4, dtype=torch.int32)
     last, history = torch.zeros(3, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.int64)
@@ -62,3 +89,8 @@ def test_refuses() -> None:
         group_records(told[0], told[1, :1], tables, 16, 2)
     with pytest.raises(ShapeError, match="group_records: tokens"):
         group_records(told[0], told[1], tables, 15, 2)
+    peaks = torch.zeros(2)
+    with pytest.raises(ShapeError, match="end_rows: ids"):
+        end_rows(told[0], history[:2], told[2], told[0], peaks.double(), last, history)
+    with pytest.raises(ShapeError, match="end_rows: before"):
+        end_rows(told[0], history, told[2], told[0], peaks, last, history)

@@ -103,6 +103,32 @@ def test_what_nobody_wrote_is_never_read(checkpoint: Checkpoint, numerics: str) 
     assert poisoned.isfinite().all()
 
 
+def test_what_is_joined_and_folded_once_changes_no_bit(checkpoint: Checkpoint) -> None:
+    """The compressor's two products in one, the head weights' factor and the gate's two weights beforehand; whoever
+    trains them has them apart, with gradients for each."""
+    model = deepseek_v41.from_checkpoint(checkpoint, NUMERICS["production"])
+    compressors = [layer.attn.compressor for layer in model.layers if layer.attn.compressor is not None]
+    indexers = [layer.attn.indexer for layer in model.layers if layer.attn.indexer is not None]
+    engrams = [layer.engram for layer in model.layers if layer.engram is not None]
+    h = torch.randn(5, checkpoint.config.text.hidden_size).to(model.embed.weight.dtype)
+    qa8, positions = torch.randn(5, checkpoint.config.text.q_lora_rank).to(h), torch.arange(5)
+    assert {compressor.wgate is None for compressor in compressors} == {True, False}
+    assert any(indexer.scaled is not None for indexer in indexers), "the factor is a power of two"
+    for parts, outputs in (
+        (compressors, lambda part: [x for x in part.products(h) if x is not None]),
+        (indexers, lambda part: [part.query(h, qa8, positions, model.layers[0].attn.freqs)[1]]),
+        (engrams, lambda part: [part.gate_weight()]),
+    ):
+        for part in parts:
+            joined = outputs(part)
+            for parameter in part.parameters():
+                parameter.requires_grad_(True)
+            with torch.no_grad():  # by the same kernels
+                apart = outputs(part)
+            assert all(torch.equal(a, b) for a, b in zip(joined, apart, strict=True))
+            assert all(x.requires_grad for x in outputs(part))
+
+
 def test_taps_are_the_streams_that_enter_the_target_layers(checkpoint: Checkpoint) -> None:
     model = deepseek_v41.from_checkpoint(checkpoint, NUMERICS["float"])
     targets = checkpoint.config.text.dspark_target_layer_ids

@@ -121,3 +121,66 @@ def group_records(positions: Tensor, slots: Tensor, tables: Tensor, tokens: int,
             num_warps=4,
         )
     return visible, records
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _end_rows(
+    ids_ptr,
+    before_ptr,
+    slots_ptr,
+    tokens_ptr,
+    peaks_ptr,
+    last_ptr,
+    kept_ptr,
+    drawn_ptr,
+    rows,
+    before_stride,
+    kept_stride,
+    KEPT: tl.constexpr,
+    KEPT_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = row < rows
+    slot = tl.load(slots_ptr + row, mask=live, other=0)
+    token = tl.load(tokens_ptr + row, mask=live, other=0)
+    tl.store(last_ptr + slot, token, mask=live)
+    peak = tl.load(peaks_ptr + row, mask=live, other=0.0).to(tl.float64)
+    tl.store(drawn_ptr + row, token, mask=live)
+    tl.store(drawn_ptr + rows + row, peak.to(tl.int64, bitcast=True), mask=live)
+    if KEPT:
+        back = tl.arange(0, KEPT_BLOCK)[None, :]
+        asked = live[:, None] & (back < KEPT)
+        older = tl.load(before_ptr + row[:, None] * before_stride + back - 1, mask=asked & (back > 0), other=0)
+        own = tl.load(ids_ptr + row, mask=live, other=0)
+        tl.store(kept_ptr + slot[:, None] * kept_stride + back, tl.where(back > 0, older, own[:, None]), mask=asked)
+
+
+def end_rows(
+    ids: Tensor, before: Tensor, slots: Tensor, tokens: Tensor, peaks: Tensor, last_token: Tensor, history: Tensor
+) -> Tensor:
+    rows, kept = before.shape
+    adjacent = all(x.stride(-1) == 1 for x in (last_token, history) if x.numel())
+    if not adjacent:
+        return plain.end_rows_reference(ids, before, slots, tokens, peaks, last_token, history)
+    before = before if before.stride(1) == 1 else before.contiguous()
+    drawn = torch.empty(2, rows, dtype=torch.int64, device=ids.device)
+    if rows:
+        _end_rows[(triton.cdiv(rows, ROWS),)](
+            ids.contiguous(),
+            before,
+            slots.contiguous(),
+            tokens.contiguous(),
+            peaks.contiguous(),
+            last_token,
+            history,
+            drawn,
+            rows,
+            before.stride(0),
+            history.stride(0),
+            KEPT=kept,
+            KEPT_BLOCK=triton.next_power_of_2(max(kept, 1)),
+            ROWS=ROWS,
+            num_warps=4,
+        )
+    return drawn
