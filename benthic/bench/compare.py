@@ -479,13 +479,18 @@ def compare(
 def render(found: dict[str, list[Line]], left: Place, right: Place) -> str:
     lines = [f"{left.name} and {right.name}"]
     for numerics, results in found.items():
-        lines += ["", f"{numerics:<11}{'':<40}{'cases':>7}{'error':>12}{'bound':>12}"]
-        for line in results:
-            bound = "" if line.bound is None else f"{line.bound:.2e}"
-            mark = "" if line.passed else "  FAILED"
-            lines.append(
-                f"  {line.level:<8} {line.name:<40}{line.cases:>7}{line.error:>12.3e}{bound:>12}  {line.unit}{mark}"
-            )
+        lines += ["", table(numerics, results)]
+    return "\n".join(lines)
+
+
+def table(name: str, results: Sequence[Line]) -> str:
+    lines = [f"{name:<11}{'':<40}{'cases':>7}{'error':>12}{'bound':>12}"]
+    for line in results:
+        bound = "" if line.bound is None else f"{line.bound:.2e}"
+        mark = "" if line.passed else "  FAILED"
+        lines.append(
+            f"  {line.level:<8} {line.name:<40}{line.cases:>7}{line.error:>12.3e}{bound:>12}  {line.unit}{mark}"
+        )
     return "\n".join(lines)
 
 

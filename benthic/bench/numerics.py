@@ -10,8 +10,8 @@ FP4 weights. On Hopper four ways compute them; here they are values, so that any
 
 Errors are ||y' - y|| / ||y|| against the exact product in float64. A carried value is off by at most 2^-10 s, where
 s <= max|row| / 224: less than 4.4e-6 of the row's largest value, so at most sqrt(K) times that of the row's norm. What
-this bound does not cover are products whose weights cancel just the channels that set the scale ("muted" below); the
-range guard is for those, and its counts stand beside the errors.
+this bound does not cover are products whose weights cancel just the channels that set the scale ("muted" below). What
+a guard against those would do stands beside the errors; `ranges` finds whether a model has any.
 """
 
 import math
@@ -35,9 +35,10 @@ from benthic.engine import batch as batches
 from benthic.engine.llm import LLM
 from benthic.errors import BenchError
 from benthic.kernels import backends, fused, gemm, hyper, moe_experts, quant, swiglu
-from benthic.models.deepseek_v41 import DeepseekV41, from_checkpoint
+from benthic.models.deepseek_v41 import Attention, Compressor, DeepseekV41, from_checkpoint
 from benthic.models.modules import Linear
 from benthic.models.weights import Checkpoint
+from benthic.testing.ops import Line
 from benthic.text.prompt import ChatEncoder
 from benthic.text.tokenizer import Tokenizer
 from benthic.types import NUMERICS, Chunk, SamplingParams, StepPlan
@@ -347,7 +348,15 @@ def watched(model: DeepseekV41, seen: list[Product]) -> Iterator[None]:
 
 
 def _kinds(model: DeepseekV41, names: dict[int, str]) -> dict[int, str]:
-    """First address of each FP8 weight -> the end of its module's name: "attn.wq_b" of every layer is one kind."""
+    """First address of each FP8 weight -> the end of its module's name: "attn.wq_b" of every layer is one kind.
+
+    Weights that a model joins at first use are joined now: what they leave free would be another tensor's address.
+    """
+    for module in model.modules():
+        if isinstance(module, Attention):
+            _ = module.input_weights
+        if isinstance(module, Compressor) and module.wgate is not None:
+            _ = module.both
     kinds: dict[int, str] = {}
     for module in model.modules():
         if isinstance(module, Linear) and module.store == "fp8":
@@ -371,6 +380,37 @@ def weight_errors(products: Sequence[Product]) -> dict[str, float]:
     off = sum(float((blocks_carried(p.weight, 0) - p.weight.float()).double().square().sum()) for p in products)
     size = sum(float(p.weight.double().square().sum()) for p in products)
     return {"error": math.sqrt(off / size), "farthest": max(int(distance(p.weight).max()) for p in products)}
+
+
+RANGE = 2.0**-8  # most that one scale may put a token's result off: what rounding it to bfloat16 does
+
+
+def ranges(checkpoint: Checkpoint, texts: Sequence[Sequence[int]]) -> list[Line]:
+    """Do a model's values fit under one scale a token and one a weight row? A line a kind of product, the worst token.
+
+    Everything by value, on a CPU, in the activations that the model has in profile `production`.
+    """
+    worst: dict[str, float] = {}
+    tokens: dict[str, int] = {}
+    farthest: dict[str, int] = {}
+    model = from_checkpoint(checkpoint, NUMERICS["production"])
+    for ids in texts:
+        seen: list[Product] = []
+        with watched(model, seen):
+            forward(model, ids)
+        for product in seen:
+            sums, weight, name = Sums(), product.weight.float(), product.name
+            want = product.x.double() @ weight.double().T
+            sums.add(blocks_carried(product.x, 0).double() @ blocks_carried(weight, 0).double().T, want)
+            worst[name] = max(worst.get(name, 0.0), sums.worst)
+            tokens[name] = tokens.get(name, 0) + len(want)
+            farthest[name] = max(farthest.get(name, 0), int(distance(product.x).max()))
+    unit = "of a token's result, one scale against exact"
+    lines = [Line("range", name, tokens[name], worst[name], RANGE, unit) for name in sorted(worst)]
+    return lines + [
+        Line("range", f"{name}: groups", tokens[name], farthest[name], None, "binades from the largest to the lowest")
+        for name in sorted(worst)
+    ]
 
 
 # ---- one forward over a text -----------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 It loads no weights. Exit code 0: Benthic can generate text here; 1: something it needs is missing.
 
 `benthic doctor --compare cpu,cuda` runs the model on both and compares op by op, layer by layer, logits and greedy text
-(`bench/compare.py`). Exit code 1: a line is beyond its bound.
+(`bench/compare.py`). `benthic doctor --ranges` looks at a model's own activations and weights before the profile `fast`
+is trusted with them. Exit code 1: a line is beyond its bound.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from benthic.errors import BadField, BenthicError, NativeBuildError
 from benthic.types import NUMERICS
 
 GIB = 1 << 30
+RANGE_PROMPTS = 8  # documents that --ranges looks at
 
 
 class Status(StrEnum):
@@ -50,12 +52,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare", metavar="A,B", help="compare two places: devices such as cpu,cuda; cpu:reference is plain torch"
     )
+    parser.add_argument(
+        "--ranges", action="store_true", help="do the model's values fit under one scale, as the profile fast has it"
+    )
     parser.add_argument("--profiles", default="float,reference,production", help="with --compare: numerics to compare")
     parser.add_argument(
-        "--data", type=Path, metavar="FILE", help="with --compare: documents whose prompts are continued"
+        "--data", type=Path, metavar="FILE", help="documents: their prompts are continued, or --ranges looks at them"
     )
     parser.add_argument(
-        "--prompts", type=int, default=0, metavar="N", help="with --compare: continue N prompts greedily"
+        "--prompts", type=int, default=0, metavar="N", help="of the documents (--ranges: 8 where it is 0)"
     )
     parser.add_argument("--tokens", type=int, default=64, metavar="N", help="with --compare: by N tokens (default 64)")
     parser.add_argument(
@@ -71,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
     settings = config.from_arguments(args)
     if args.compare is not None:
         return _compare(args, settings)
+    if args.ranges:
+        return _ranges(args, settings)
     findings = examine(settings)
     able = all(finding.status is not Status.FAILED for finding in findings)
     if args.json:
@@ -120,6 +127,24 @@ def _compare(args: argparse.Namespace, settings: config.Config) -> int:
     else:
         print(compare.render(found, left, right))
     return 0 if compare.passed(found) else 1
+
+
+def _ranges(args: argparse.Namespace, settings: config.Config) -> int:
+    from benthic.bench import compare, numerics
+    from benthic.models.weights import Checkpoint
+
+    model = args.target or settings.model
+    texts = compare.probe(model)
+    if args.data is not None:
+        texts = compare.prompts_of(model, args.data, args.prompts or RANGE_PROMPTS)
+    lines = numerics.ranges(Checkpoint.open(model), texts)
+    fits = all(line.passed for line in lines)
+    if args.json:
+        print(json.dumps({"model": model, "lines": [asdict(line) for line in lines], "passed": fits}))
+    else:
+        print(compare.table("ranges", lines))
+        print("One scale holds them." if fits else "One scale does not hold them: use numerics production, not fast.")
+    return 0 if fits else 1
 
 
 def examine(settings: config.Config) -> list[Finding]:

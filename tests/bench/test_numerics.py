@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 import benthic
-from benthic.bench import numerics
+from benthic.bench import compare, numerics
 from benthic.cli import bench, main
 from benthic.config import Config
 from benthic.engine.llm import LLM
@@ -20,6 +22,7 @@ from benthic.kernels import backends, gemm, moe_experts, quant
 from benthic.models.deepseek_v41 import DeepseekV41, from_checkpoint
 from benthic.models.weights import Checkpoint
 from benthic.skills.text import CHARACTERS_PER_TOKEN
+from benthic.testing.checkpoints import make_tiny
 from benthic.types import NUMERICS
 
 CPU = torch.device("cpu")
@@ -193,6 +196,37 @@ def test_every_quantised_product_is_noted(model: DeepseekV41) -> None:
     assert rows == layers * len(IDS) * model.config.text.num_experts_per_tok
     stored = {name for name, module in model.named_modules() if getattr(module, "store", None) == "fp8"}
     assert {name.split(".", 2)[2] for name in stored} | {"experts.w13", "experts.w2"} == set(count)
+
+
+def test_ranges_are_those_of_the_worst_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A random model fits under one scale. With weights that cancel channels far above the rest it does not."""
+    folder = make_tiny(tmp_path / "tiny")
+    monkeypatch.setattr(compare, "probe", lambda model: [[5, 900, 33, 7, 12]])
+    assert main.main(["doctor", str(folder), "--ranges"]) == 0
+    told = capsys.readouterr().out
+    assert "One scale holds them." in told
+    assert "experts.w2" in told
+    assert "FAILED" not in told
+    real = numerics.watched
+
+    @contextmanager
+    def worse(model: DeepseekV41, seen: list[numerics.Product]) -> Iterator[None]:
+        with real(model, seen):
+            yield
+        hard = {product.name: product for product in numerics.synthetic(CPU, 0, 16, 64, 2048)}
+        seen += [hard["outlier channels x 300, muted"], hard["outlier channels x 30000, muted"]]
+
+    monkeypatch.setattr(numerics, "watched", worse)
+    assert main.main(["doctor", str(folder), "--ranges", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    failed = [line for line in found["lines"] if line["bound"] is not None and line["error"] > line["bound"]]
+    assert [line["name"] for line in failed] == ["outlier channels x 30000, muted"]
+    assert failed[0]["cases"] == 16
+    assert not found["passed"]
+    groups = {line["name"]: line["error"] for line in found["lines"] if line["bound"] is None}
+    assert groups["outlier channels x 30000, muted: groups"] >= 15
 
 
 def test_layers_fed_with_equal_streams(model: DeepseekV41) -> None:
