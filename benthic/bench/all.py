@@ -82,7 +82,7 @@ def parts(options: Options) -> list[Part]:
     workers = str(max(len(sched_getaffinity(0)) - 2, 1))
     pytest = ("-m", "pytest", "-q", "-rfE", "-m", "gpu", "-n", workers, "--dist", "worksteal", "-p", "no:cacheprovider")
     listed = [
-        Part("compile", (*bench, "compile"), 30, 150, lambda found, text: last(text)),
+        Part("compile", (*bench, "compile"), 40, 200, lambda found, text: last(text)),
         Part("tests", (*pytest, "-p", "no:benchmark"), 120, 240, lambda found, text: last(text)),
         Part(
             "tune",

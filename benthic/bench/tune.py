@@ -51,7 +51,7 @@ def run(options: Options, say: Callable[[str], None] = lambda _: None) -> dict[s
     sizes = RELEASE if device.type == "cuda" else SMALL
     started = perf_counter()
     timer = Timer(device, replays=5)
-    cases = Cases(sizes, device, options.seed).all()
+    cases = Cases(sizes, device, options.seed).all(experts_first=True)
     decisions = list(tune(_wanted(cases, options.op), timer, choices(), started + options.budget_seconds, say))
     return head | {
         "versions": report.versions(),

@@ -32,6 +32,13 @@ def release() -> list[Case]:
     return list(Cases(RELEASE, CPU, 0).all())
 
 
+def test_experts_may_come_first(release: list[Case]) -> None:
+    first = list(Cases(RELEASE, CPU, 0).all(experts_first=True))
+    assert sorted(case.name for case in first) == sorted(case.name for case in release)
+    count = sum(case.op in ("experts", "moe", "route") for case in release)
+    assert {case.op for case in first[:count]} == {"experts", "moe", "route"}
+
+
 # ---- formulas --------------------------------------------------------------------------------------------------------
 
 
