@@ -175,11 +175,6 @@ class DSpark(nn.Module):
             tokens.append(previous)
         return Draft(torch.stack(tokens, 1), torch.stack(logits, 1), torch.stack(confidence, 1))
 
-    def probability(self, confidence: Tensor) -> Tensor:
-        """Confidence [N, B] as `draft` gives it -> f32 probability, by the temperatures of the config."""
-        temperatures = torch.tensor(self.config.dspark_confidence_temperatures or 1.0, device=confidence.device)
-        return torch.sigmoid((confidence / temperatures).clamp(-60, 60))
-
     def load(self, source: TensorSource) -> None:
         last = len(self.plan) - 1
         for i, stage in enumerate(self.stages):

@@ -1,7 +1,5 @@
 """The model files as a whole: every tensor has a reader, and how rows are cut into chunks changes nothing."""
 
-import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -182,15 +180,3 @@ def test_the_drafter_is_opened_by_itself(checkpoint: Checkpoint, tmp_path: Path)
     write_checkpoint(tmp_path / "plain", data, random_tensors(config))
     with pytest.raises(BadConfigKey, match="this checkpoint has no drafter"):
         deepseek_v41_dspark.from_checkpoint(Checkpoint.open(tmp_path / "plain"), NUMERICS["float"])
-
-
-def test_confidence_is_divided_by_the_temperature_of_its_slot(checkpoint: Checkpoint) -> None:
-    logits = torch.tensor([[0.0, 2.0, -2.0, 1.0, 1e4]])
-    for temperatures in ((), (1.0, 2.0, 0.5, 4.0, 1.0)):
-        text = replace(checkpoint.config.text, dspark_confidence_temperatures=temperatures)
-        drafter = DSpark(replace(checkpoint.config, text=text), NUMERICS["float"])
-        want = [
-            1 / (1 + math.exp(-min(x / t, 60)))
-            for x, t in zip(logits[0].tolist(), temperatures or [1.0] * 5, strict=True)
-        ]
-        assert drafter.probability(logits)[0].tolist() == pytest.approx(want)
