@@ -220,6 +220,89 @@ def steps(found: Found, link: str) -> str:
     return "\n".join(lines)
 
 
+# ---- the mode with the same bits, minnow, CPU and GPU ----------------------------------------------------------------
+
+
+def invariance() -> str:
+    got = read("invariance")
+    if got is None:
+        return absent("benthic bench invariance")
+    found, link = got
+    lines: dict[tuple[str, str], list[str]] = {}
+    for case in found["cases"]:
+        name, size = parted(case["shape"])
+        cell = f"{case['usual_us']:.1f} {100 * case['cost']:+.0f} %" if "error" not in case else "failed"
+        key = (f"`{case['op']}` {'' if name in case['op'] else name}".strip(), case["variant"])
+        lines.setdefault(key, []).append(f"{size}: {cell}")
+    head = ("op", "variant", "us cold as usual, and what the mode adds")
+    return f"{source(found, link)}\n\n{grid(head, ([*key, '<br>'.join(cells)] for key, cells in lines.items()), 3)}"
+
+
+def minnow() -> str:
+    got = read("step-minnow-production")
+    if got is None:
+        return absent("benthic bench step --device cuda --numerics production")
+    found, link = got
+    rows: list[list[str]] = []
+    for measure in found["measures"]:
+        estimate = measure.get("estimate")
+        cells = [f"{measure['value']:.4g}", "" if estimate is None else f"{estimate:.4g}", measure["unit"]]
+        rows.append([measure["name"], *cells, measure.get("note", "")])
+    return f"{source(found, link)}\n\n{grid(('', 'measured', 'estimate', 'unit', ''), rows)}"
+
+
+PROFILES = ("float", "reference", "production", "fast")
+COMPARED = ("minnow", "tiny", "tiny_512")
+
+
+def texts() -> str:
+    """Greedy completions, and beside each profile the noise floor: the CPU against its own plain torch."""
+    got = [(profile, read(f"text-{profile}-minnow")) for profile in PROFILES]
+    known = [(profile, found) for profile, found in got if found is not None]
+    if not known:
+        return absent("benthic bench all --only text-float,text-production --data valid.jsonl.xz")
+    rows: list[list[str]] = []
+    for profile, (found, _) in known:
+        lines = {line["name"]: line for line in found["profiles"][profile]}
+        for of in ("", " (cpu:reference)"):
+            if f"KL{of}" not in lines:
+                continue
+            share = [percent(lines[f"{name}{of}"]["error"]) for name in TEXT[:3]]
+            length, kl = (lines[f"{name}{of}"]["error"] for name in TEXT[3:])
+            count = lines[f"first token{of}"]["cases"]
+            rows.append([profile, "floor" if of else "CPU : GPU", str(count), *share, f"{length:.1f}", f"{kl:.2g}"])
+    head = ("profile", "compared", "prompts", "other text", "other at a tie", "same first token", "agreed length", "KL")
+    return f"{source(*known[0][1])}\n\n{grid(head, rows, 2)}"
+
+
+TEXT = ("other text, ties apart", "other text at a tie", "first token", "agreed length", "KL")
+
+
+def compared() -> str:
+    """How many lines of each level are within their bounds, and the one that is nearest to its own."""
+    rows: list[list[str]] = []
+    sources: list[str] = []
+    for model in COMPARED:
+        got = read(f"compare-{model}")
+        if got is None:
+            continue
+        found, link = got
+        sources.append(source(found, link))
+        for profile, lines in found["profiles"].items():
+            for level in dict.fromkeys(line["level"] for line in lines):
+                bounded = [line for line in lines if line["level"] == level and line["bound"] is not None]
+                shares = [(line["error"] / line["bound"], line["name"]) for line in bounded if line["bound"]]
+                inside = sum(line["error"] <= line["bound"] for line in bounded)
+                share, name = max(shares, default=(0.0, ""))
+                if bounded:
+                    told = [f"{inside} of {len(bounded)}", name, percent(share) if shares else ""]
+                    rows.append([model, profile, level, *told])
+    if not rows:
+        return absent("benthic bench all --only compare-minnow,compare-tiny,compare-tiny_512")
+    head = ("model", "profile", "level", "within bounds", "nearest", "of its bound")
+    return f"{' '.join(sources)}\n\n{grid(head, rows, 3)}"
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "by value": by_value,
     "on the device": on_device,
@@ -227,4 +310,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "shares": shares,
     "times": times,
     "rank": rank,
+    "invariance": invariance,
+    "minnow": minnow,
+    "texts": texts,
+    "compared": compared,
 }

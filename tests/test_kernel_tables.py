@@ -123,3 +123,42 @@ def test_rank(tables: ModuleType, tmp_path: Path) -> None:
     at = lines.index("| experts | 11.00 / 10.00 |")
     assert lines[at + 1] == "| head | 0.50 / 0.00 |"
     assert "Prefill of 32768 tokens, encoder: 21000 tokens/s, floor 32768." in lines
+
+
+def test_invariance_and_minnow(tables: ModuleType, tmp_path: Path) -> None:
+    cases = [
+        {"op": "moe", "shape": "T=1", "variant": "exact", "usual_us": 100.0, "cost": 0.07},
+        {"op": "moe", "shape": "T=64", "variant": "exact", "error": "no"},
+        {"op": "linear", "shape": "head M=1", "variant": "fast", "usual_us": 9.0, "cost": -0.01},
+    ]
+    keep(tmp_path, "invariance", {"cases": cases})
+    assert tables.invariance().splitlines()[2:] == [
+        "| op | variant | us cold as usual, and what the mode adds |",
+        "| --- | --- | --- |",
+        "| `moe` | exact | T=1: 100.0 +7 %<br>T=64: failed |",
+        "| `linear` head | fast | M=1: 9.0 -1 % |",
+    ]
+    measures = [{"name": "decode, batch 1", "value": 774.4, "unit": "tokens/s", "estimate": 900.0, "note": "so"}]
+    keep(tmp_path, "step-minnow-production", {"measures": measures})
+    assert tables.minnow().splitlines()[-1] == "| decode, batch 1 | 774.4 | 900 | tokens/s | so |"
+
+
+def line(level: str, name: str, error: float, bound: float | None = None, cases: int = 500) -> dict[str, Any]:
+    return {"level": level, "name": name, "cases": cases, "error": error, "bound": bound, "unit": "x"}
+
+
+def test_cpu_and_gpu(tables: ModuleType, tmp_path: Path) -> None:
+    lines = [line("op", "linear", 0.5, 2.0), line("op", "route", 0.0, 0.01), line("layer", "layer 0", 3e-3, 2e-3)]
+    keep(tmp_path, "compare-tiny", {"profiles": {"fast": [*lines, line("logits", "KL", 0.1)]}})
+    assert tables.compared().splitlines()[-2:] == [
+        "| tiny | fast | op | 2 of 2 | linear | 25 % |",
+        "| tiny | fast | layer | 0 of 1 | layer 0 | 150 % |",
+    ]
+    values = (0.25, 0.01, 0.94, 50.24, 0.0123)
+    text = [line("text", name, value) for name, value in zip(tables.TEXT, values, strict=True)]
+    floor = [part | {"name": f"{part['name']} (cpu:reference)", "cases": 64} for part in text]
+    keep(tmp_path, "text-production-minnow", {"profiles": {"production": [*text, *floor]}})
+    assert tables.texts().splitlines()[-2:] == [
+        "| production | CPU : GPU | 500 | 25 % | 1 % | 94 % | 50.2 | 0.012 |",
+        "| production | floor | 64 | 25 % | 1 % | 94 % | 50.2 | 0.012 |",
+    ]
