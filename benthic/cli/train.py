@@ -61,6 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="stop at the limit with the schedule unchanged, save, and end; the same command goes on from there, and "
         "evaluates once all is trained and the reserve is there",
     )
+    train.add_argument(
+        "--carry",
+        type=Path,
+        help="folder for a small second saved state (1.5 bytes a parameter, no momenta, files of 15 MiB) and the log: "
+        "where the run folder has no state, as on another machine, the run goes on from it",
+    )
     train.add_argument("--pack", type=Path, help="also write the checkpoint here at the end")
     train.add_argument(
         "--profile", type=Path, help="write where a step's time goes to this file, after everything else"
@@ -291,8 +297,12 @@ def _backbone(args: argparse.Namespace) -> int:
             rate = f"{row['tokens_per_second'] / 1e3:.0f}k tok/s"
             bar.set_postfix_str(f"step {row['step']:.0f} loss {row['text']:.3f} kl {row['index']:.2f} {rate} | {parts}")
 
+        if args.carry is not None:
+            loop.carry_in(trainer, args.carry, args.out)
         deadline = end - (_SAVE_SECONDS if args.pause else args.reserve_seconds)
         last, done = loop.run(trainer, loader, args.out, deadline, report, pause=args.pause)
+        if args.carry is not None:
+            loop.carry_out(trainer, args.out, args.carry)
         result: dict[str, Any] = {"total_seconds": time.monotonic() - begin, **last}
         if not done or (args.pause and time.monotonic() > end - args.reserve_seconds):
             _show(result | {"trained": done, "evaluated": False}, args.json)

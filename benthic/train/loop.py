@@ -8,6 +8,7 @@ specification, sections 3, 5.3 and 5.5.
 import csv
 import logging
 import pickle
+import shutil
 import time
 import zipfile
 from collections import deque
@@ -24,7 +25,7 @@ from torch import Tensor
 from benthic.errors import BadTrainingState, MissingDependency
 from benthic.models.base import Batch
 from benthic.models.deepseek_v41_config import ModelConfig
-from benthic.train import backbone
+from benthic.train import backbone, carry
 from benthic.train.kernels import TrainingKernels
 from benthic.train.loss import Ids, head_loss, history, response_weights, targets
 from benthic.train.memory import Mode, RowMemory, RowShapes
@@ -386,6 +387,39 @@ def run(
         flush(keep=0)
     trainer.save(state_file, _extra(settings, clock, loader))
     return last, clock.seconds() >= total
+
+
+def carry_out(trainer: Trainer, out: Path, folder: Path) -> int:
+    """Write the state that `run` saved in `out` once more, small, beside its log. Returns the bytes of the state."""
+    state = read_state(out / STATE_FILE, torch.device("cpu"))
+    extra = {key: state[key] for key in ("steps", "settings", "seconds", "loader")}
+    size = carry.write(folder, trainer.optimiser.masters() | trainer.biases(), extra)
+    shutil.copyfile(out / LOG_FILE, folder / LOG_FILE)
+    return size
+
+
+@torch.no_grad()
+def carry_in(trainer: Trainer, folder: Path, out: Path) -> bool:
+    """Make a state for `run` in `out` of what `carry_out` wrote, where there is no state and something was carried.
+
+    Returns whether it did. Raises BadTrainingState.
+    """
+    if (out / STATE_FILE).is_file() or not carry.files(folder):
+        return False
+    tensors, extra = carry.read(folder)
+    shapes = {name: tensor.shape for name, tensor in (trainer.optimiser.masters() | trainer.biases()).items()}
+    if shapes != {name: tensor.shape for name, tensor in tensors.items()}:
+        raise BadTrainingState(folder, "its weights have other shapes than the model config of the data folder")
+    trainer.optimiser.begin_at(tensors)
+    for name, bias in trainer.biases().items():
+        bias.copy_(tensors[name])
+    trainer.steps = extra["steps"]
+    extra["loader"] = {key: tuple(at) for key, at in extra["loader"].items()}
+    out.mkdir(parents=True, exist_ok=True)
+    if (folder / LOG_FILE).is_file():
+        shutil.copyfile(folder / LOG_FILE, out / LOG_FILE)
+    trainer.save(out / STATE_FILE, extra)
+    return True
 
 
 def _cut_log(path: Path, steps: int) -> None:

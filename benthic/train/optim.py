@@ -5,7 +5,7 @@ force the leaves get the values of the packed checkpoint, and the gradient is ta
 Source of the settings: the minnow specification, section 5.3.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,6 +184,18 @@ class Optimiser:
             for leaf, part in zip(group.leaves, parts, strict=True):
                 value = part.view(leaf.value.shape)
                 leaf.value.copy_(on_grid(value, leaf.store) if quantised else value)
+
+    @torch.no_grad()
+    def begin_at(self, masters: Mapping[str, Tensor]) -> None:
+        """Take over masters by name, as `masters` gives them; momenta and counts begin at zero."""
+        for stack in self.stacks:
+            values = [stack.matrices(masters[leaf.name].to(stack.master.device), leaf) for leaf in stack.leaves]
+            stack.master.copy_(torch.cat(values))
+            stack.momentum.zero_()
+        for group in self.groups:
+            group.master.copy_(torch.cat([masters[leaf.name].flatten() for leaf in group.leaves]))
+            for kept in (group.first, group.second, group.count):
+                kept.zero_()
 
     def state(self) -> dict[str, Any]:
         return {

@@ -9,8 +9,11 @@ from benthic.models.deepseek_v41_config import ModelConfig
 from benthic.testing.checkpoints import tiny_config
 from benthic.testing.tokenizers import write_tokenizer
 from benthic.train import loop, pack
+from benthic.train.rows import RowLoader
+from benthic.train.settings import Settings
 from benthic.types import NUMERICS
-from tests.train.small import IDS, only_prose
+from tests.train.scripted import Folder, Make, Scripted, Time, loader_of
+from tests.train.small import IDS, SMALL, only_prose, small_trainer, write_folder
 
 ROWS, LENGTH = 2, 150
 
@@ -58,3 +61,24 @@ def data_folder(tmp_path: Path) -> Path:
     folder.mkdir()
     write_tokenizer(folder)
     return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    (tmp_path / "data").mkdir()
+    return write_folder(tmp_path / "data")
+
+
+@pytest.fixture
+def make(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> Make:
+    clock = Time()
+    monkeypatch.setattr(loop, "time", clock)
+
+    def made(settings: Settings = SMALL) -> tuple[Scripted, RowLoader]:
+        trainer = small_trainer(settings)
+        trainer.__class__ = Scripted
+        assert isinstance(trainer, Scripted)
+        trainer.clock, trainer.log, trainer.entered, trainer.warmed = clock, [], [], []
+        return trainer, loader_of(folder, settings)
+
+    return made

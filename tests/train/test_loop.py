@@ -1,8 +1,6 @@
 """A step, and a run that pauses, breaks off and goes on."""
 
-import csv
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from torch import Tensor
 from benthic.errors import BadTrainingState, MissingDependency
 from benthic.kernels import backends
 from benthic.models.base import Batch
-from benthic.models.deepseek_v41_config import ModelConfig
 from benthic.models.deepseek_v41_vision import patches
 from benthic.skills.shapes import draw
 from benthic.train import data, loop
@@ -26,23 +23,12 @@ from benthic.train.rows import RowBatch, RowLoader
 from benthic.train.settings import Form, Phase, Settings, phase_at, phases_from, rate_factor
 from benthic.types import NUMERICS
 from tests.train.conftest import random_masters
-from tests.train.small import IDS, IMAGE, SMALL, only_prose, small_json, small_trainer, write_folder
+from tests.train.scripted import VISION, Folder, Make, Time, loader_of, quiet, rows_of
+from tests.train.small import IDS, IMAGE, SMALL, only_prose, small_trainer
 
 CPU = torch.device("cpu")
-VISION = ModelConfig.from_json(small_json()).vision
 NAMES = ("needle", "prose", "copy", "shapes")
 PHASES = phases_from(0.0, SMALL)
-Folder = tuple[Path, data.Manifest]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    (tmp_path / "data").mkdir()
-    return write_folder(tmp_path / "data")
-
-
-def loader_of(folder: Folder, settings: Settings = SMALL) -> RowLoader:
-    return RowLoader(*folder, settings, IDS, CPU, VISION)
 
 
 def whole_state(trainer: Trainer) -> list[Tensor]:
@@ -286,69 +272,6 @@ def test_a_profile_tells_where_a_step_goes(folder: Folder) -> None:
 
 
 # A run
-
-
-class Time:
-    """A clock that a step moves by a second, and nothing else."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-class Scripted(Trainer):
-    """A trainer whose steps cost a second of scripted time and move one number."""
-
-    clock: Time
-    log: list[tuple[list[int], Phase, float]]
-    entered: list[Phase]
-    warmed: list[Phase]
-    breaks_at: int = -1
-
-    def warm_up(self, phases: Any, sample: Any) -> None:
-        self.warmed = list(phases)
-
-    def enter(self, phase: Phase) -> None:
-        self.entered.append(phase)
-
-    def step(self, batch: RowBatch, phase: Phase, factor: float) -> Tensor:
-        if self.steps == self.breaks_at:
-            raise KeyboardInterrupt
-        assert phase == self.entered[-1]
-        self.log.append((batch.ids.flatten().tolist(), phase, factor))
-        self.clock.now += 1.0
-        self.steps += 1
-        self.optimiser.groups[0].master += 1.0
-        return torch.arange(float(len(loop.MEASURES) + len(self.settings.names))) + self.steps
-
-
-Make = Callable[..., tuple[Scripted, RowLoader]]
-
-
-@pytest.fixture
-def make(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> Make:
-    clock = Time()
-    monkeypatch.setattr(loop, "time", clock)
-
-    def made(settings: Settings = SMALL) -> tuple[Scripted, RowLoader]:
-        trainer = small_trainer(settings)
-        trainer.__class__ = Scripted
-        assert isinstance(trainer, Scripted)
-        trainer.clock, trainer.log, trainer.entered, trainer.warmed = clock, [], [], []
-        return trainer, loader_of(folder, settings)
-
-    return made
-
-
-def rows_of(out: Path) -> list[dict[str, float]]:
-    with (out / loop.LOG_FILE).open(newline="") as file:
-        return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
-
-
-def quiet(row: dict[str, float]) -> None:
-    pass
 
 
 def test_a_run_goes_through_its_schedule(make: Make, tmp_path: Path) -> None:
