@@ -1,11 +1,13 @@
 """Triton kernels compiled for SM90 at the release's sizes, on a machine without a GPU: nothing spills, no block wants
-more shared memory than there is, and what multiplies matrices does so with warp-group instructions.
+more shared memory than there is, and what multiplies matrices does so with warp-group instructions, none of whose
+registers are written to while it reads them.
 
 pytest's own process interprets Triton, so the compiling is done by this file as a script, in processes of their own:
 
     python tests/kernels/test_offline.py linear "linear head" --invariant      ops, or beginnings of cases' names
 
-prints one JSON line a kernel. Cases are those of `benthic bench kernel`; operands are never touched.
+prints one JSON line a kernel; with --candidates also those of every configuration that `benthic bench tune` tries.
+Cases are those of `benthic bench kernel`; operands are never touched.
 """
 
 import json
@@ -14,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from importlib.util import find_spec
 from itertools import chain, product
 from pathlib import Path
@@ -49,6 +52,7 @@ GROUPS = (  # what one process compiles
     ("attend", "compress_store"),
     ("select_records",),
     ("route", "experts"),
+    ("experts R=384", "--candidates"),
     ("moe",),
     ("sample_rows",),
 )
@@ -62,6 +66,7 @@ def compiled(names: list[str]) -> Iterator[dict[str, Any]]:
     from benthic.bench.ahead import OnDevice, pretending
     from benthic.bench.cases import RELEASE
     from benthic.kernels import backends
+    from benthic.kernels.triton import tuning
     from benthic.testing.offline import compiling
 
     sizes = replace(
@@ -84,15 +89,41 @@ def compiled(names: list[str]) -> Iterator[dict[str, Any]]:
                 continue
             about = {"op": case.op, "case": case.name}
             try:
-                with compiling() as kernels:
-                    case.build()()
+                with compiling() as kernels, tuning.trying() as trial:
+                    work = case.build()
+                    work()
+                for answers in tried(trial) if "--candidates" in names else ():
+                    with compiling() as more, tuning.trying(answers):
+                        work()
+                    kernels += more
             except Exception as error:
                 yield about | {"error": f"{type(error).__name__}: {error}"[:500]}
                 continue
             if not kernels:
                 yield about | {"error": "no kernel was launched"}
             for kernel in kernels:
-                yield about | {key: value for key, value in kernel._asdict().items() if key != "asm"}
+                told = {key: value for key, value in kernel._asdict().items() if key != "asm"}
+                yield about | told | {"overwritten": faults_of(kernel)}
+
+
+def tried(trial: Any) -> Iterator[Any]:
+    """Each candidate's answers to the questions that a case has put."""
+    from benthic.bench import ahead, tune
+
+    listed = tune.choices()
+    for op in {op for op, _ in trial.asked}:
+        yield from ahead.candidates(op, {key: asked for (its, key), asked in trial.asked.items() if its == op}, listed)
+
+
+@cache
+def faults_in(cubin: bytes) -> list[str]:
+    from benthic.testing import sass
+
+    return sass.overwritten(sass.listing(cubin))
+
+
+def faults_of(kernel: Any) -> list[str]:
+    return faults_in(kernel.asm["cubin"]) if kernel.wgmma else []
 
 
 def attend_variants(cases: Any) -> Iterator[Any]:
@@ -133,6 +164,7 @@ def faults(kernels: list[dict[str, Any]]) -> list[str]:
             found.append(f"{name} keeps {kernel['stack_bytes']} bytes a thread in memory")
         if kernel["shared_bytes"] > SHARED_MOST:
             found.append(f"{name} wants {kernel['shared_bytes']} bytes of shared memory")
+        found += [f"{name} overwrites what is read: {fault}" for fault in kernel["overwritten"]]
     whole = [kernel for kernel in kernels if "error" not in kernel and kernel["op"] in PRODUCTS]
     with_products = {kernel["case"] for kernel in whole if kernel["wgmma"]}
     for case in {kernel["case"]: None for kernel in whole if kernel["case"] not in with_products}:
@@ -164,12 +196,16 @@ def test_kernels(group: tuple[str, ...]) -> None:
 
 def test_faults_are_seen() -> None:
     good = {"op": "linear", "case": "a", "name": "_product", "stack_bytes": 0, "shared_bytes": SHARED_MOST, "wgmma": 4}
+    good["overwritten"] = []
     other = good | {"op": "rms_norm", "case": "b", "wgmma": 0}
     sums = good | {"name": "_sum_parts", "wgmma": 0}
     assert faults([good, sums, other]) == []
     assert faults([good | {"stack_bytes": 8}]) == ["a: _product keeps 8 bytes a thread in memory"]
     assert faults([good | {"name": "attend", "stack_bytes": STACK_MOST["attend"]}]) == []
     assert faults([other | {"shared_bytes": SHARED_MOST + 1}]) == ["b: _product wants 232449 bytes of shared memory"]
+    assert faults([good | {"overwritten": ["IADD3 before HGMMA"]}]) == [
+        "a: _product overwrites what is read: IADD3 before HGMMA"
+    ]
     assert faults([sums, sums, other]) == ["a has no warp-group product"]
     assert faults([{"op": "moe", "case": "c", "error": "KeyError: 1"}]) == ["c: KeyError: 1"]
 

@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("triton")
+
 from benthic.kernels.cuda import build
 from benthic.kernels.cuda import experts as stream
+from benthic.testing import sass
 
 needs_nvrtc = pytest.mark.skipif(build.nvrtc() is None, reason="NVRTC is not installed")
 SHAPES = [(form, name) for form, shapes in stream.SHAPES.items() for name in shapes]
@@ -184,7 +187,11 @@ def assembled(messages: str) -> None:
 
 def compile_shape(form: str, name: str) -> None:
     before, defines = stream.products_source(stream.SHAPES[form][name], form == "carried", 48)
-    assembled(build.compiled("experts.cu", defines, before).messages)
+    found = build.compiled("experts.cu", defines, before)
+    assembled(found.messages)
+    listing = sass.listing(found.code)
+    assert "GMMA" in listing
+    assert sass.overwritten(listing) == []
 
 
 @needs_nvrtc
