@@ -301,7 +301,7 @@ class StepPlan:
     draws: tuple[Draw, ...]  # one for each chunk with `sample`, in the order of the chunks
     scores: tuple[tuple[int, Score], ...] = ()  # (index of the chunk, what to score)
     over: tuple[int, ...] = ()  # requests whose image rows no step needs any more; let go of before anything else
-    # (request, its images to come) whose rows are made now; a step that fails leaves none of them
+    # (request, its images to come) whose rows are made now
     images: tuple[tuple[int, tuple[ImageInput, ...]], ...] = ()
     copies: tuple[SlotCopy, ...] = ()
     saves: tuple[SlotCopy, ...] = ()

@@ -172,8 +172,6 @@ class Runner:
                 result = self._run_here(plan)
                 return lambda: result
             except BaseException:
-                for request, _ in plan.images:
-                    self._images.pop(request, None)
                 if self._uploads is not None:
                     self._uploads.forget()
                 raise

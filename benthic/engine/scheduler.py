@@ -266,7 +266,7 @@ class Scheduler:
         self._parked: list[Branch] = []  # ended ones whose state their siblings want
         self._events: list[TokenEvent] = []  # to go out with the next commit
         self._rows_of: dict[int, int] = {}  # requests whose image rows the runner keeps -> of how many images, the last
-        self._rows_over: set[int] = set()  # what a failed step was told to let go of; the next one is told again
+        self._rows_over: set[int] = set()  # of failed steps: whether the runner keeps theirs is not known
         self._order = 0
         self._step = 0
 
@@ -469,6 +469,7 @@ class Scheduler:
         gone = [flight for flight in self._flights if flight.step >= plan.step]
         self._flights = deque(flight for flight in self._flights if flight.step < plan.step)
         for flight in gone:
+            self._rows_over.update(flight.images)
             for request in flight.images:
                 self._rows_of.pop(request, None)
             for _, _, _, slot in flight.saved:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MAX_IMAGES = 600  # of one conversation
 MAX_IMAGE_BYTES = 32 << 20  # of one file
 MAX_SIDE = 8192  # pixels
-MAX_PIXELS = 1 << 29  # of one conversation, as the headers declare them
+MAX_PIXELS = 1 << 31  # of one conversation, as the headers declare them: some 20 s of decoding
 LOW_DETAIL_SIDE = 512  # pixels, the longer side of an image of detail "low"
 FORMATS = "PNG, JPEG, GIF or WebP"
 

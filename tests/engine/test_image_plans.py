@@ -20,11 +20,12 @@ VOCAB = 50
 class Books:
     """A runner that computes nothing and knows what it would have to have."""
 
-    def __init__(self, fail_at: Sequence[int] = (), early: bool = False):
+    def __init__(self, fail_at: Sequence[int] = (), when: str = "running"):
+        """fail_at: steps that fail; when: before anything is done, "running", or only as the result is asked for."""
         self.kept: dict[int, tuple[ImageInput, ...]] = {}
         self.made: list[tuple[int, tuple[int, ...]]] = []  # request, first positions of the images made
         self.most = self.steps = 0
-        self.fail_at, self.early = fail_at, early
+        self.fail_at, self.when = fail_at, when
         self.spans: dict[int, tuple[ImageInput, ...]] = {}
 
     @property
@@ -32,15 +33,21 @@ class Books:
         return sum(image.tokens for images in self.kept.values() for image in images)
 
     def start(self, plan: StepPlan) -> Callable[[], StepResult]:
-        result = self.run(plan)
-        return lambda: result
-
-    def run(self, plan: StepPlan) -> StepResult:
         if plan.chunks:
             self.steps += 1
-        fails = plan.chunks and self.steps in self.fail_at
-        if fails and self.early:
+        fails = bool(plan.chunks) and self.steps in self.fail_at
+        if fails and self.when == "before":
             raise RuntimeError("before it began")
+        result = self._run(plan, fails and self.when == "running")
+
+        def wait() -> StepResult:
+            if fails:
+                raise RuntimeError("the device was gone")
+            return result
+
+        return wait
+
+    def _run(self, plan: StepPlan, fails: bool) -> StepResult:
         for request in plan.over:
             self.kept.pop(request, None)
         for request, images in plan.images:
@@ -71,7 +78,9 @@ def request(number: int, parts: Sequence[int | str], **params: Any) -> Request:
     return Request(number, (5,) * at, SamplingParams(**params), 0, images=tuple(images))
 
 
-def loop_of(books: Books, *, budget: int = 8, blocks: int = 40, slots: int = 4, image_tokens: int = 100) -> Loop:
+def loop_of(
+    books: Books, *, budget: int = 8, blocks: int = 40, slots: int = 4, image_tokens: int = 100, ahead: bool = False
+) -> Loop:
     scheduler = Scheduler(
         CacheManager(blocks + 1, slots + 1, 4),
         token_budget=budget,
@@ -79,7 +88,7 @@ def loop_of(books: Books, *, budget: int = 8, blocks: int = 40, slots: int = 4, 
         vocab_size=VOCAB,
         image_tokens=image_tokens,
     )
-    return Loop(scheduler, books)
+    return Loop(scheduler, books, ahead=ahead)
 
 
 def put(loop: Loop, books: Books, r: Request) -> None:
@@ -191,7 +200,8 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "blocks": draw(st.integers(19, 40)),
         "limit": draw(st.integers(45, 80)),
         "fail_at": draw(st.lists(st.integers(1, 12), max_size=3)),
-        "early": draw(st.booleans()),
+        "when": draw(st.sampled_from(["before", "running", "after"])),
+        "ahead": draw(st.booleans()),
         "aborts": draw(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5), st.integers(0, 2)), max_size=4)),
     }
 
@@ -200,8 +210,9 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=300)
 def test_whatever_happens(case: dict[str, Any]):
     """Preemption, aborts, failed steps, branches: rows are there when they are read, bounded, and gone at the end."""
-    books = Books(case["fail_at"], case["early"])
-    loop = loop_of(books, budget=case["budget"], blocks=case["blocks"], image_tokens=case["limit"])
+    books = Books(case["fail_at"], case["when"])
+    sizes = {"budget": case["budget"], "blocks": case["blocks"], "image_tokens": case["limit"]}
+    loop = loop_of(books, **sizes, ahead=case["ahead"])
     for i, (parts, n) in enumerate(case["requests"]):
         put(loop, books, request(i, parts, n=n, max_tokens=case["max_tokens"]))
     for step in range(3000):

@@ -25,8 +25,9 @@ from benthic.engine.scheduler import Scheduler
 from benthic.models.deepseek_v41 import DeepseekV41, from_checkpoint
 from benthic.models.weights import Checkpoint
 from benthic.testing.checkpoints import make_tiny
-from benthic.types import NUMERICS, Abort, Chunk, FinishReason, ImageInput, Request, SamplingParams
+from benthic.types import NUMERICS, Abort, CacheOptions, Chunk, FinishReason, ImageInput, Request, SamplingParams
 from tests.engine.test_graphs import FakeRecorder
+from tests.engine.test_prefix_equalities import Engine, distance
 
 TOLERANCE = 1e-5
 BLOCK = 16
@@ -220,8 +221,10 @@ def test_chunks_of_one_size(model: DeepseekV41, size: int):
 
 @pytest.mark.parametrize("form", [host, eager, recorded])
 def test_token_by_token(model: DeepseekV41, form: Form):
-    """One row a step, image rows among them: such a step is no decode step."""
+    """One row a step, image rows among them: such a step is no decode step, whether or not its row is scored."""
     r = request(1, model, [3, SMALL, 2], max_tokens=2)
+    assert_same(answer(model, [r], form, budget=1), alone(model, r), 1)
+    r.params = replace(r.params, prompt_logprobs=None)
     assert_same(answer(model, [r], form, budget=1), alone(model, r), 1)
 
 
@@ -271,8 +274,9 @@ def test_the_order_of_images_matters(model: DeepseekV41):
 
 
 def test_the_same_image_twice_is_read_once(model: DeepseekV41):
-    twice = answer(model, [request(1, model, [4, SMALL, 4, SMALL, 4])])
-    assert twice.read == 1
+    counting = Failing(model)
+    twice = answer(counting, [request(1, model, [4, SMALL, 4, SMALL, 4])])  # pyright: ignore[reportArgumentType]
+    assert twice.read == counting.towers == 1
     apart = request(1, model, [4, SMALL, 4, SMALL, 4])
     apart.images = tuple(replace(image, digest=str(i)) for i, image in enumerate(apart.images))
     want = answer(model, [apart])
@@ -395,14 +399,12 @@ def test_a_step_that_fails_is_computed_again(model: DeepseekV41, form: Form, whe
         assert tokens == want.tokens
 
 
-def test_a_failed_request_leaves_nothing(model: DeepseekV41):
-    failing = Failing(model, forward_at=2)
-    loop = engine(failing, budget=9)  # pyright: ignore[reportArgumentType]
-    loop.inbox.put(request(1, model, [4, SMALL, 4, WIDE, 9]))
-    loop.step()
-    assert kept(loop) > 0
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("form", [host, eager])
+def test_a_failed_request_leaves_nothing(model: DeepseekV41, form: Form, step: int):
+    loop = engine(Failing(model, forward_at=step), form, budget=9)  # pyright: ignore[reportArgumentType]
     with pytest.raises(RuntimeError, match="gone"):
-        loop.step()
+        drive(loop, [request(1, model, [4, SMALL, 4, WIDE, 9])])
     loop.inbox.put(Abort(1))
     loop.settle()
     assert kept(loop) == 0
@@ -417,6 +419,50 @@ def test_rows_are_bounded(model: DeepseekV41):
     assert (wide.most, narrow.most) == (34, 17)
     for r in requests:
         assert_same(narrow, wide, r.id)
+
+
+# ---- behind what is cached -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> DeepseekV41:
+    """Short windows, so that a beginning that is skipped is not computed again for their sake."""
+    folder = make_tiny(tmp_path_factory.mktemp("model") / "narrow", sliding_window=8, **SMOOTH)
+    return from_checkpoint(Checkpoint.open(folder), NUMERICS["float"])
+
+
+def cacheable(number: int, model: DeepseekV41, ids_of: int, parts: Sequence[int | bytes], mode: str) -> Request:
+    """The same text for the same `ids_of`, whatever the number."""
+    r = request(ids_of, model, parts, prompt_logprobs=None, logprobs=None, ignore_eos=True)
+    return replace(r, id=number, cache=CacheOptions(mode=mode))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("mode", ["exact", "snapshot"])
+def test_behind_a_cached_beginning(narrow: DeepseekV41, mode: str, on_device: bool, ahead: bool):
+    """Blocks of 16: an image before the hit, one it ends in, one behind it, and another picture in the same place."""
+    other = noise(50, 200, 9)
+    asked = [
+        cacheable(1, narrow, 1, [20, SMALL, 9, TALL, 60], mode),  # spans 20 to 27 and 37 to 53
+        cacheable(2, narrow, 1, [20, SMALL, 9, TALL, 60, SMALL, 5], mode),
+        cacheable(3, narrow, 1, [20, SMALL, 9, other, 60], mode),
+        cacheable(4, narrow, 1, [20, SMALL, 9, TALL, 3, WIDE, 2], mode),
+    ]
+    cold, warm = Engine(narrow, cached=False), Engine(narrow, on_device=on_device, ahead=ahead, budget=23)
+    read: list[float] = []
+    for r in asked:
+        cold.ask(r)
+        before = read_so_far()
+        warm.ask(r)
+        assert distance(warm, cold, r.id) < TOLERANCE
+        read.append(read_so_far() - before)
+    assert isinstance(warm.loop.runner, Runner)
+    assert warm.loop.runner.image_tokens == 0
+    warm.loop.close()
+    if mode == "snapshot":
+        assert read[:3] == [2, 1, 2], "of the second prompt only the new image is behind what is kept"
+    assert sum(read) < 2 + 3 + 2 + 3
 
 
 # ---- where rows stand in a step --------------------------------------------------------------------------------------

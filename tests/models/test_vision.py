@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from benthic.errors import BadImage, MissingDependency, NoVision
+from benthic.kernels import backends
 from benthic.models.deepseek_v41 import from_checkpoint
 from benthic.models.deepseek_v41_config import ModelConfig, VisionConfig
 from benthic.models.deepseek_v41_vision import (
@@ -274,6 +275,19 @@ def test_a_checkpoint_without_a_tower(tmp_path: Path) -> None:
         model.image_tokens(5, 5)
     with pytest.raises(NoVision):
         model.read_image(encoded(picture((64, 64))))
+
+
+@pytest.mark.parametrize("numerics", ["float", "production"])
+def test_the_tower_on_the_kernels_of_a_gpu(folder: Path, numerics: str) -> None:
+    """Triton's, under its interpreter."""
+    pytest.importorskip("triton")
+    model = from_checkpoint(Checkpoint.open(folder), NUMERICS[numerics])
+    read = model.read_image(encoded(picture((120, 80))))
+    with torch.inference_mode():
+        want = model.image_rows(read).float()
+        with backends.use("triton"):
+            got = model.image_rows(read).float()
+    assert float((got - want).abs().max()) < (1e-5 if numerics == "float" else 0.02) * float(want.abs().max())
 
 
 @pytest.mark.gpu
