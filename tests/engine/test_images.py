@@ -193,7 +193,11 @@ def test_an_image_is_seen(model: DeepseekV41):
         assert moved[first:].min() > 1e-3
 
 
-@pytest.mark.parametrize(("form", "cuts"), [(host, range(1, 31)), (eager, range(2, 12))])
+@pytest.mark.parametrize(
+    ("form", "cuts"),
+    [(host, range(10, 21)), (eager, range(2, 12)), pytest.param(host, range(1, 31), marks=pytest.mark.slow)],
+    ids=["second", "first", "all"],
+)
 def test_a_cut_at_every_offset_of_a_span(model: DeepseekV41, form: Form, cuts: range):
     """Three images, two of which touch, in two chunks."""
     r = request(1, model, [2, SMALL, 1, WIDE, SMALL, 2], max_tokens=1)
@@ -260,11 +264,12 @@ def test_preempted_while_it_decodes(model: DeepseekV41, form: Form):
 @pytest.mark.parametrize("form", [host, eager])
 def test_preempted_inside_a_span(model: DeepseekV41, form: Form):
     """Those that decode take the block that the other's image needs next."""
-    first, second = request(0, model, [8], max_tokens=34, n=4), request(1, model, [4, TALL, 4], max_tokens=1)
-    tight = answer(model, [first, second], form, budget=5, blocks=12, slots=5)
+    requests = [request(i, model, [15], max_tokens=24) for i in range(2)]
+    requests.append(request(2, model, [20, TALL, 4], max_tokens=1))
+    tight = answer(model, requests, form, budget=4, blocks=8, slots=3)
     assert tight.preempted == [17], "one preemption, while the rows of its image were kept"
     assert tight.read == 2
-    for r in (first, second):
+    for r in requests:
         assert_same(tight, alone(model, r), r.id)
 
 
@@ -437,9 +442,15 @@ def cacheable(number: int, model: DeepseekV41, ids_of: int, parts: Sequence[int 
     return replace(r, id=number, cache=CacheOptions(mode=mode))
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("mode", ["exact", "snapshot"])
+@pytest.mark.parametrize(
+    ("mode", "on_device", "ahead"),
+    [
+        ("exact", True, True),
+        ("snapshot", False, False),
+        pytest.param("exact", False, False, marks=pytest.mark.slow),
+        pytest.param("snapshot", True, True, marks=pytest.mark.slow),
+    ],
+)
 def test_behind_a_cached_beginning(narrow: DeepseekV41, mode: str, on_device: bool, ahead: bool):
     """Blocks of 16: an image before the hit, one it ends in, one behind it, and another picture in the same place."""
     other = noise(50, 200, 9)
