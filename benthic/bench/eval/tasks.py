@@ -90,7 +90,7 @@ def skill(name: str, plan: Plan) -> Prepared:
         whole, held = _share(counted, answers), _share(counted, answers, _holds)
         if whole is not None and held is not None:
             if held.value > whole.value:
-                note = "; ".join(filter(None, (note, f"{held.value:.2g} hold the answer, with words around it or not")))
+                note = "; ".join(filter(None, (note, f"{held.value:.0%} hold the answer, with words around it or not")))
             rows.append(measure(name, whole, "share right", least=_BARS.get(name), note=note))
         for level in dict.fromkeys(group[0].task.level for group in sorted(counted, key=_in_order)):
             part = _share((group for group in counted if group[0].task.level == level), answers)

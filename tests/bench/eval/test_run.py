@@ -156,7 +156,7 @@ def test_answers_with_words_around_are_told_apart(corpus: Path) -> None:
     wordy = {k: {**said, "content": f"It is {said['content']}, I think."} for k, said in made.items() if said}
     (row, *_) = run.run(as_engine(wordy), options(corpus, "memory"))["measures"]
     assert row["value"] == 0.0
-    assert row["note"] == "1 hold the answer, with words around it or not"
+    assert row["note"] == "100% hold the answer, with words around it or not"
 
 
 def test_what_a_server_ignores_is_skipped_and_not_counted_as_wrong(corpus: Path) -> None:
