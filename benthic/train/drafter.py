@@ -316,13 +316,8 @@ class Trainer:
     ):
         """numerics: the drafter's without quantisers; target_numerics: the target's, of the same width."""
         settings.check()
-        self.config, self.ids, self.settings, self.device, self.plain = (
-            checkpoint.config,
-            ids,
-            settings,
-            device,
-            numerics,
-        )
+        self.config, self.ids, self.settings = checkpoint.config, ids, settings
+        self.device, self.plain = device, numerics
         self.kernels = TrainingKernels(device, settings.rows)
         self.target = frozen(checkpoint, target_numerics, self.kernels, device)
         self.target_digest = backbone_digest(checkpoint.config, checkpoint.tensor)
@@ -358,7 +353,7 @@ class Trainer:
             output = self.target(batch, memory, taps=True)
         return output.taps, self.target.norm(output.hidden)
 
-    def slots(self, ids: Tensor, taps: tuple[Tensor, ...], blocks: Blocks) -> Slots:
+    def slots(self, taps: tuple[Tensor, ...], blocks: Blocks) -> Slots:
         """The drafter over all blocks of a batch."""
         self.kernels.clear()
         window = self.config.text.sliding_window
@@ -385,7 +380,7 @@ class Trainer:
         taps, hidden = self.read(ids)
         with torch.no_grad():
             target = self.target.head(hidden[blocks.rows.flatten()])  # [N S, V]
-        slots = self.slots(ids, taps, blocks)
+        slots = self.slots(taps, blocks)
         weights = blocks.valid * self._decay
         token, distance, confidence, accepted = self.kernels.piece(slot_losses)(
             slots.base, slots.correction, target, blocks.wanted.flatten(), slots.confidence, weights.flatten()

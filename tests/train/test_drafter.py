@@ -243,7 +243,7 @@ def test_a_step_weighs_its_losses_as_the_settings_say(trained: tuple[Trainer, Ch
         blocks = made.blocks(ids)
         taps, hidden = made.read(ids)
         with torch.no_grad():
-            slots = made.slots(ids, taps, blocks)
+            slots = made.slots(taps, blocks)
     logits = torch.nn.functional.linear(hidden, made.target.head.weight)[blocks.rows]
     p = torch.softmax(logits, -1)
     q = torch.softmax(slots.base + slots.correction, -1).view_as(p)
@@ -312,7 +312,7 @@ def test_training_computes_what_serving_does(trained: tuple[Trainer, Checkpoint]
     with made.kernels.installed():
         blocks = made.blocks(ids)
         taps, _ = made.read(ids)
-        slots = made.slots(ids, taps, blocks)
+        slots = made.slots(taps, blocks)
     assert int(blocks.anchors.min()) < made.config.text.sliding_window < int(blocks.anchors.max())
     want = served(packed, ids, blocks, "float")
     logits = (slots.base + slots.correction).view_as(want.logits)
@@ -332,9 +332,9 @@ def test_quantised_training_computes_what_serving_does(random_checkpoint: Checkp
     with made.kernels.installed():
         blocks = made.blocks(ids)
         taps, _ = made.read(ids)
-        slots = made.slots(ids, taps, blocks)
+        slots = made.slots(taps, blocks)
         made.enter(PLAIN)
-        plain = made.slots(ids, taps, blocks)
+        plain = made.slots(taps, blocks)
     want = served(packed, ids, blocks, "production").logits
 
     def distance(got: drafter.Slots) -> float:
@@ -464,7 +464,7 @@ def overlaps(made: Trainer, ids: Tensor, markov: bool) -> list[float]:
     with made.kernels.installed(), torch.no_grad():
         blocks = made.blocks(ids)
         taps, hidden = made.read(ids)
-        slots = made.slots(ids, taps, blocks)
+        slots = made.slots(taps, blocks)
         p = torch.softmax(made.target.head(hidden)[blocks.rows], -1)
         q = torch.softmax(slots.base + slots.correction * markov, -1).view_as(p)
         shares = torch.minimum(p, q).sum(-1) * blocks.valid
@@ -510,7 +510,7 @@ def test_all_slots_of_a_known_text_come_out_alike(random_checkpoint: Checkpoint)
             ids = rows(seed)
             blocks = made.blocks(ids)
             taps, _ = made.read(ids)
-            slots = made.slots(ids, taps, blocks)
+            slots = made.slots(taps, blocks)
             for j, logits in enumerate((slots.base + slots.correction, slots.base)):
                 right[j] += ((logits.argmax(-1).view_as(blocks.wanted) == blocks.wanted) & blocks.valid).sum(0)
             count += blocks.valid.sum(0)
