@@ -558,6 +558,7 @@ def packed(checkpoint: Checkpoint, masters: Mapping[str, Tensor]) -> Iterator[tu
 # ---- calibration -----------------------------------------------------------------------------------------------------
 
 GRID = tuple(round(1.03**i, 4) for i in range(-60, 61))  # temperatures that are tried: 0.17 to 5.9
+FEWEST = 30  # rounds with, and rounds without all drafts up to a slot accepted; a slot with fewer keeps 1
 
 
 def fit_temperatures(found: Rounds) -> tuple[float, ...]:
@@ -571,7 +572,8 @@ def fit_temperatures(found: Rounds) -> tuple[float, ...]:
         checked = found.submitted > k
         happened = found.accepted[checked] > k
         errors: dict[float, float] = {}
-        for temperature in sorted(GRID, key=lambda t: abs(math.log(t))):
+        enough = min(happened.sum(), (~happened).sum()) >= FEWEST
+        for temperature in sorted(GRID, key=lambda t: abs(math.log(t))) if enough else (1.0,):
             chance = survival(found, (*fitted, temperature))[checked, k]
             errors[temperature] = expected_error(chance, happened) or 0.0
         fitted.append(min(errors, key=lambda t: errors[t]))

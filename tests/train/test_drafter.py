@@ -596,8 +596,17 @@ def test_texts_that_were_fitted_do_not_judge() -> None:
 def test_a_good_confidence_is_left_alone() -> None:
     found = drafter.calibrate(confident(2, 20_000, 1.0), 40)
     assert found.temperatures == pytest.approx([1.0] * 3, rel=0.1)
-    nothing = drafter.fit_temperatures(confident(2, 0, 1.0))
-    assert nothing == (1.0, 1.0, 1.0)
+    assert drafter.fit_temperatures(confident(2, 0, 1.0)) == (1.0, 1.0, 1.0)
+
+
+def test_few_events_fit_nothing() -> None:
+    """A slot that hardly ever comes out one way keeps its temperature; those before it are fitted."""
+    found = confident(4, 4000, 3.0)
+    rare = replace(found, accepted=np.minimum(found.accepted, 1 + (np.arange(4000) < 25)))
+    assert (rare.accepted == 2).sum() < drafter.FEWEST
+    first, *rest = drafter.fit_temperatures(rare)
+    assert first == pytest.approx(3.0, rel=0.2)
+    assert rest == [1.0, 1.0]
 
 
 def test_temperatures_are_stored_in_the_config(trained: tuple[Trainer, Checkpoint], tmp_path: Path) -> None:
