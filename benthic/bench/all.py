@@ -76,7 +76,7 @@ class Done:
 
 def parts(options: Options) -> list[Part]:
     """In the order of what matters most, preparation first."""
-    gpu, model = options.device, options.model
+    gpu, model, small = options.device, options.model, options.device == "cpu"
     bench = ("-m", "benthic.cli.main", "bench")
     saved = ("--out", str(options.out))
     workers = str(max(len(sched_getaffinity(0)) - 2, 1))
@@ -97,19 +97,27 @@ def parts(options: Options) -> list[Part]:
     ]
     for numerics in ("production", "fast"):
         words = (*bench, "rank", "--ranks", "8", "--numerics", numerics, "--device", gpu, *saved)
-        name = f"rank-{numerics}"
-        listed.append(Part(name, words, 100, 180, steps, keeps=f"rank-ep8-{numerics}", budget=True))
+        words += ("--tiny", "--rows", "4,12", "--contexts", "512", "--prefill", "1K", "--chunk", "256") if small else ()
+        kept = f"rank-{'tiny' if small else 'ep8'}-{numerics}"
+        listed.append(Part(f"rank-{numerics}", words, 100, 180, steps, keeps=kept, budget=True))
     numerics = "production"
     words = (*bench, "step", "--model", model, "--device", gpu, "--numerics", numerics, "--start-ups", "1", *saved)
     listed.append(Part("step", words, 70, 120, measured, keeps=f"step-{Path(model).name}-{numerics}"))
     words = (*bench, "invariance", "--device", gpu, *saved)
     listed.append(Part("invariance", words, 60, 120, cases, keeps="invariance", budget=True))
-    words = (*bench, "numerics", "--model", model, "--device", "auto", *saved)
+    words = (*bench, "numerics", "--model", model, "--device", gpu, *saved)
     if options.data is not None:
         words += ("--data", str(options.data))
     name = "numerics" if options.data is None else f"numerics-{Path(model).name}"
     listed.append(Part("numerics", words, 150, 240, profiles, keeps=name, beside=True))
-    compare = ("-m", "benthic.cli.main", "doctor", "--json", "--compare", f"cpu,{gpu}")
+    compare = (
+        "-m",
+        "benthic.cli.main",
+        "doctor",
+        "--json",
+        "--compare",
+        "cpu,cpu:reference" if small else f"cpu,{gpu}",
+    )
     for numerics in NUMERICS if options.data is not None else ():
         words = (*compare, model, "--levels", "text", "--profiles", numerics)
         words += ("--data", str(options.data), "--prompts", str(options.prompts))
@@ -305,7 +313,7 @@ class Running:
         try:
             found = self._report(text) if part.keeps else {}
             headline = part.headline(found, text)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # whatever a part left behind, the others still run
             ok, headline = False, f"no report: {type(error).__name__}: {error}"
         if took > self.limit:
             headline = f"out of time after {self.limit:.0f} s; {headline}"

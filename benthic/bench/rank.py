@@ -54,7 +54,7 @@ class Options:
     prefill: int = 32768  # prompt tokens; 0: leave out
     chunk: int = 4096
     numerics: str = "production"
-    pool_bytes: int = 56 << 30  # most that blocks take; longer tables share blocks
+    pool_bytes: int = 56 << 30  # most that blocks take, of a tiny model a thousandth; longer tables share blocks
     budget_seconds: float = 420.0  # steps that would begin later are left out
     tiny: bool = False
     device: str = "cuda"
@@ -90,7 +90,7 @@ class Rank:
         longest = max((*options.contexts, options.prefill + options.chunk))
         spec = self.model.cache_spec
         blocks = blocks_for(longest + DRAFTED)
-        room = options.pool_bytes // block_layout(spec.append).block_bytes
+        room = options.pool_bytes // (1000 if options.tiny else 1) // block_layout(spec.append).block_bytes
         slots = self.requests + 1
         self.storage = self.make.storage(
             spec, 1 + min(room, self.requests * blocks), slots, rollback=DRAFTED - 1, table_blocks=blocks
