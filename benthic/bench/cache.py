@@ -136,13 +136,11 @@ def hits(config: Config, options: Options, say: Callable[[str], None]) -> list[M
         say(f"hits, {mode}")
         rng = random.Random(options.seed)
         with LLM(config=_with(config, mode=mode)) as llm:
-            cold, warm = [], []
+            cold, warm, words = [], [], _words(llm)
             for _ in range(options.repeats):
-                ids = [rng.randrange(3, llm.model.vocab_size) for _ in range(options.prompt)]
+                ids, fresh = rng.choices(words, k=options.prompt), options.prompt % BLOCK or BLOCK
                 cold.append(_ttft(llm, ids, one))
-                ids[-(options.prompt % BLOCK or BLOCK) :] = [
-                    rng.randrange(3, llm.model.vocab_size) for _ in range(options.prompt % BLOCK or BLOCK)
-                ]
+                ids[-fresh:] = rng.choices(words, k=fresh)
                 warm.append(_ttft(llm, ids, one))
         measures += [
             _measure(f"{options.prompt} tokens cold, {mode}", [1e3 * each for each in cold], "ms"),
@@ -150,6 +148,11 @@ def hits(config: Config, options: Options, say: Callable[[str], None]) -> list[M
             _measure(f"hit over cold, {mode}", [w / c for w, c in zip(warm, cold, strict=True)], "ratio", target=0.15),
         ]
     return measures
+
+
+def _words(llm: LLM) -> list[int]:
+    """Ids that prompts are made of: all but the first few and the image token."""
+    return [token for token in range(3, llm.model.vocab_size) if token != llm.model.image_token_id]
 
 
 def _ttft(llm: LLM, ids: list[int], params: SamplingParams) -> float:
@@ -164,7 +167,7 @@ def agents(config: Config, options: Options, say: Callable[[str], None]) -> list
         say(f"agents, cache {'on' if cached else 'off'}")
         rng = random.Random(options.seed)
         with LLM(config=_with(config, prefix=cached)) as llm:
-            words = range(3, llm.model.vocab_size)
+            words = _words(llm)
             system = rng.choices(words, k=640)
             contexts = [list(system) for _ in range(options.agents)]
             begun = perf_counter()
@@ -229,13 +232,13 @@ def modes(config: Config, options: Options, say: Callable[[str], None]) -> list[
         apart = [_divergence(w.logprobs[0].top, c.logprobs[0].top) for w, c in zip(warm, cold, strict=True)]
         agreed = [_agreed(w.token_ids, c.token_ids) for w, c in zip(warm, cold, strict=True)]
         hit = sum(done.usage.cached_tokens for done in warm) / sum(map(len, prompts))
-        name = f"{mode}, {truncation}"
-        measures += [
-            {"name": f"{name}: KL of the next token", "value": sum(apart) / len(apart), "unit": "nats"},
-            {"name": f"{name}: same first token", "value": sum(n > 0 for n in agreed) / len(agreed), "unit": "share"},
-            {"name": f"{name}: greedy tokens alike of 32", "value": sum(agreed) / len(agreed), "unit": "tokens"},
-            {"name": f"{name}: tokens found", "value": hit, "unit": "share"},
+        values = [
+            ("KL of the next token", sum(apart) / len(apart), "nats"),
+            ("same first token", sum(n > 0 for n in agreed) / len(agreed), "share"),
+            ("greedy tokens alike of 32", sum(agreed) / len(agreed), "tokens"),
+            ("tokens found", hit, "share"),
         ]
+        measures += [_measure(f"{mode}, {truncation}: {what}", [value], unit) for what, value, unit in values]
     return measures
 
 
@@ -305,5 +308,5 @@ def _timed(run: Callable[[], object]) -> float:
 def _measure(name: str, samples: list[float], unit: str, target: float | None = None) -> Measure:
     measure: Measure = {"name": name, "value": median(samples), "unit": unit, "samples": samples}
     if target is not None:
-        measure |= {"target": target, "better": "less"}
+        measure["target"], measure["better"] = target, "less"
     return measure

@@ -157,7 +157,7 @@ def test_the_floor_of_texts_is_that_of_a_few_prompts(folder: Path, monkeypatch: 
 
     monkeypatch.setattr(compare, "greedy", greedy)
     monkeypatch.setattr(compare, "FORCED", 1)
-    cpu = compare.place("cpu")
+    cpu = ops.place("cpu")
     lines = compare.text_lines(folder, "production", cpu, cpu, [[5], [6]], 2)
     assert asked == [("cpu", 2), ("cpu", 2), ("cpu:reference", 1)]
     shares = {line.name: line.cases for line in lines if line.name.startswith("first token")}

@@ -280,8 +280,9 @@ def starts_of(chunks: list[tuple[int, int, int]]) -> list[int]:
 def dense_step(made: dict[str, Any]) -> Tensor:
     """One row at a time, float64, from `kv_copy`'s references."""
     rows, out = made["rows"], torch.zeros(made["q"].shape, dtype=torch.float64, device=made["q"].device)
-    for t, (slot, position, first, start) in enumerate(zip(*(column.tolist() for column in rows), strict=True)):
-        oldest = max(0, position - made["window"] + 1)
+    lows = [0] * len(rows.slots) if rows.lows is None else rows.lows.tolist()
+    for t, (slot, position, first, start) in enumerate(zip(*(column.tolist() for column in rows[:4]), strict=True)):
+        oldest = max(lows[t], position - made["window"] + 1)
         at = torch.arange(oldest, max(first, oldest), device=out.device)
         keys = [kv_copy.read_ring_reference(made["ring"], torch.full_like(at, slot), at)]
         keys.append(made["kw"][start + max(oldest, first) - first : start + position - first + 1])
@@ -355,13 +356,33 @@ def test_attend_leaves_the_ring_alone_and_reads_only_what_is_listed(device: torc
     assert torch.equal(attend(**made, round_probs=False), clean)
 
 
+@pytest.mark.parametrize("case", [0, 2, 3, len(ATTEND) - 1])
+def test_attend_sees_no_window_row_below_a_rows_lowest(device: torch.device, case: int) -> None:
+    """What the ring holds below is another sequence's: here it reads as NaN."""
+    made = make_step(ATTEND[case], device)
+    rows, ring = made["rows"], made["ring"]
+    everything = attend(**made, round_probs=False)
+    lows = (rows.positions - torch.arange(len(rows.slots), device=device) % 5).clamp(min=0)
+    lows = torch.where(lows > rows.firsts, lows, torch.minimum(lows, rows.firsts))
+    made["rows"] = rows._replace(lows=lows)
+    for slot, lowest in zip(rows.slots.tolist(), lows.tolist(), strict=True):
+        least = int(lows[rows.slots == slot].min())
+        held = int(rows.firsts[rows.slots == slot].min()) - ring.bytes.shape[1]  # the oldest position that is there
+        at = torch.arange(max(held, 0), least, device=device)
+        ring.bytes[slot, at % ring.bytes.shape[1]] = 0xFF
+        assert lowest >= least
+    got = attend(**made, round_probs=False)
+    assert_close("sink_attention", got, dense_step(made), 4.0)
+    assert not got.numel() or not torch.equal(everything, got)
+
+
 def test_attend_takes_strides(device: torch.device) -> None:
     made = make_step(ATTEND[3], device)
     whole = attend(**made, round_probs=True)
     made["q"] = torch.cat([made["q"], made["q"]], 2)[..., : made["q"].shape[2]]
     made["kw"] = made["kw"].t().contiguous().t()
     made["records"] = made["records"].t().contiguous().t()
-    made["rows"] = kv_copy.Rows(*(torch.stack([x, x], 1)[:, 0] for x in made["rows"]))
+    made["rows"] = kv_copy.Rows(*(torch.stack([x, x], 1)[:, 0] for x in made["rows"][:4]))
     pool = made["paged"].pool
     made["paged"] = made["paged"]._replace(pool=torch.cat([pool, pool[:, :64]], 1)[:, : pool.shape[1]])
     assert torch.equal(attend(**made, round_probs=True), whole)
