@@ -85,6 +85,13 @@ def test_from_a_corpus_to_generated_text(root: Path, tmp_path: Path, capsys: pyt
     first = good(capsys, *backbone, "--pause", "--limit-seconds", "1", "--reserve-seconds", "1")
     assert first["seconds"] < 15
     assert (first["trained"], first["evaluated"]) == (False, False)
+    # the same from a small copy of the state, in a run folder that has none
+    pause = ("--pause", "--limit-seconds", "1", "--carry", tmp_path / "carried")
+    good(capsys, *backbone, *pause)
+    moved = ("backbone", "--data", root / "data", "--out", tmp_path / "moved", *PHASES, "--seconds", "15")
+    begun = good(capsys, *moved, *pause)
+    assert begun["step"] > first["step"] + 1
+    shutil.rmtree(tmp_path / "moved")
     assert not (out / "result.json").exists()
     second = good(capsys, *backbone, "--pause", "--pack", packed)
     assert second["step"] > first["step"]
