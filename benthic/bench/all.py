@@ -111,7 +111,7 @@ def parts(options: Options) -> list[Part]:
     if options.data is not None:
         words += ("--data", str(options.data))
     name = "numerics" if options.data is None else f"numerics-{Path(model).name}"
-    listed.append(Part("numerics", words, 150, 240, profiles, keeps=name, beside=True))
+    listed.append(Part("numerics", words, 150, 300, profiles, keeps=name, beside=True))
     compare = (
         "-m",
         "benthic.cli.main",

@@ -31,6 +31,19 @@ BLOCK = 64  # channels of each stream in a share
 ROWS, WARPS = 16, 4  # rows a program takes at a time, and how many warps share them
 # of `_enter`, or where `ring` of hyper_hopper.py; more rows than for so many programs: each goes farther
 DEFAULTS = {"programs": 480, "num_stages": 1, "ring": False, "ring_programs": 264, "ring_stages": 3}
+# the plain ones and the ring differ in the order of sums
+CANDIDATES = {
+    "hyper_read": {
+        "plain": DEFAULTS,
+        "plain, few programs": DEFAULTS | {"programs": 240},
+        "plain, many programs": DEFAULTS | {"programs": 960},
+        "ring": DEFAULTS | {"ring": True},
+        "ring, deep": DEFAULTS | {"ring": True, "ring_stages": 5},
+        "ring, shallow": DEFAULTS | {"ring": True, "ring_stages": 2},
+        "ring, few programs": DEFAULTS | {"ring": True, "ring_programs": 132, "ring_stages": 6},
+        "ring, many programs": DEFAULTS | {"ring": True, "ring_programs": 396},
+    }
+}
 NORM_ROWS, NORM_BLOCK = 2, 1024  # rows and channels of a norm's warp
 SHARES = 16  # added at a time
 
