@@ -2,8 +2,12 @@
 
 import os
 import random
+import signal
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +17,9 @@ SEED = 20260101
 
 if not Path("/dev/nvidia0").exists():  # read when a kernel is defined, so before any import of one
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # the same examples on every machine, and no verdict from a slow one
 settings.register_profile("benthic", derandomize=True, deadline=None)
@@ -29,6 +36,24 @@ def _seeds() -> None:
     np.random.seed(SEED)
     if "torch" in sys.modules:  # a test of the part without torch must not load it
         sys.modules["torch"].manual_seed(SEED)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., "subprocess.Popen[bytes]"]]:
+    """Starts processes as `Popen` does. None outlives the test: what one leaves would fail another later on."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def begin(*arguments: Any, **settings: Any) -> "subprocess.Popen[bytes]":
+        started.append(subprocess.Popen(*arguments, **settings))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

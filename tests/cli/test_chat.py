@@ -19,6 +19,7 @@ from benthic.cli.main import main
 from tests.cli.scripted import Buffered, Piece, ScriptedEngine
 
 ROOT = Path(__file__).parents[2]
+Start = Callable[..., "subprocess.Popen[bytes]"]
 SCRIPTED = [sys.executable, "-m", "tests.cli.scripted", "chat"]
 
 
@@ -190,10 +191,8 @@ def test_interrupt_while_thinking_closes_the_mark(
 # Whole processes
 
 
-def test_interrupt_of_a_process_that_reads_a_pipe() -> None:
-    process = subprocess.Popen(
-        SCRIPTED, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+def test_interrupt_of_a_process_that_reads_a_pipe(start: Start) -> None:
+    process = start(SCRIPTED, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(b"forever\nb\n")
@@ -210,10 +209,8 @@ def test_interrupt_of_a_process_that_reads_a_pipe() -> None:
     assert (process.returncode, out, err) == (130, b"", b"benthic: interrupted\n")
 
 
-def test_reader_that_goes_away() -> None:
-    process = subprocess.Popen(
-        SCRIPTED, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+def test_reader_that_goes_away(start: Start) -> None:
+    process = start(SCRIPTED, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdin is not None
     assert process.stderr is not None

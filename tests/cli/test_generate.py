@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.cli import scripted
 from tests.cli.scripted import ScriptedEngine
 
 ROOT = Path(__file__).parents[2]
+Start = Callable[..., "subprocess.Popen[bytes]"]
 SCRIPTED = [sys.executable, "-m", "tests.cli.scripted"]
 
 
@@ -324,8 +326,8 @@ def test_error_of_one_prompt_leaves_the_others(engine: ScriptedEngine, capsys: p
     assert found[1]["text"] == " answer 0 to b"
 
 
-def test_interrupt_ends_with_130(tmp_path: Path) -> None:
-    process = subprocess.Popen(
+def test_interrupt_ends_with_130(start: Start) -> None:
+    process = start(
         [*SCRIPTED, "generate", "--prompt", "forever"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert process.stdout is not None
@@ -338,9 +340,9 @@ def test_interrupt_ends_with_130(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]])
-def test_reader_that_goes_away_ends_with_141(form: list[str], tmp_path: Path) -> None:
+def test_reader_that_goes_away_ends_with_141(form: list[str], tmp_path: Path, start: Start) -> None:
     (tmp_path / "many.txt").write_text("a prompt\n" * 20000)
-    process = subprocess.Popen(
+    process = start(
         [*SCRIPTED, "generate", *form, str(tmp_path / "many.txt")],
         cwd=ROOT,
         stdout=subprocess.PIPE,
