@@ -33,6 +33,18 @@ class SchedulerConfig:
     max_context_tokens: int = opt(0, "most tokens of prompt and completion together; 0: the model's own limit", low=0)
     token_budget: int = opt(1024, "most tokens in one step, over all requests", low=1, high=1 << 20)
     max_running: int = opt(32, "most requests that run at the same time, one state slot each", low=1, high=4096)
+    itl_target_ms: float = opt(
+        0.0,
+        "while requests decode, rows of prompts make a step no longer than this, milliseconds; 0: see `itl_stretch`",
+        low=0,
+    )
+    itl_stretch: float = opt(
+        1.8,
+        "without an `itl_target_ms`: while requests decode, rows of prompts make a step at most so many times as long "
+        "as it is without them; 0: no limit but the token budget",
+        low=0,
+    )
+    prefill_floor: int = opt(16, "rows of prompts that a step computes whatever its target is, tokens", low=1)
     ahead: str = opt(
         "auto",
         "a step is planned and begun while the one before it runs: `on`, `off`, or `auto`: on a GPU",

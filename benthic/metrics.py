@@ -68,6 +68,10 @@ REQUESTS_FINISHED = counter(
     ["reason"],
 )
 STEP_SECONDS = histogram("benthic_step_seconds", "one engine step, from plan to commit", SECONDS)
+STEP_COST_ERROR = gauge(
+    "benthic_step_cost_error_ratio",
+    "how far a step's time usually is from the predicted one, over the predicted; as steps are committed",
+)
 
 
 def exposition() -> str:

@@ -24,6 +24,7 @@ TORCH_FREE = [
     "benthic.cache.blocks",
     "benthic.cache.manager",
     "benthic.engine.scheduler",
+    "benthic.engine.cost",
     "benthic.models.deepseek_v41_config",
     "benthic.models.registry",
     "benthic.cli.main",

@@ -569,7 +569,9 @@ def _with_room(config: Config, text: ModelConfig, batch: int) -> Config:
     budget = max(config.scheduler.token_budget, running)
     room = 2 * batch * block_layout(cache_spec(text, drafter=False).append).block_bytes
     cache = config.cache if config.cache.blocks else replace(config.cache, bytes=max(config.cache.bytes, room))
-    return replace(config, scheduler=replace(config.scheduler, max_running=running, token_budget=budget), cache=cache)
+    # nobody waits for a token here, and all are to run together soon
+    scheduler = replace(config.scheduler, max_running=running, token_budget=budget, itl_target_ms=0.0, itl_stretch=0.0)
+    return replace(config, scheduler=scheduler, cache=cache)
 
 
 def _prefill_seconds(text: ModelConfig, numerics: str, length: int, budget: int, rates: Rates) -> float:

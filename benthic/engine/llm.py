@@ -27,6 +27,7 @@ from benthic.cache.manager import CacheManager, Pin
 from benthic.cache.spec import BLOCK_TOKENS, block_layout, blocks_for
 from benthic.cache.storage import Storage
 from benthic.config import Config, load
+from benthic.engine.cost import CostModel, calibrate
 from benthic.engine.graphs import NotCapturable, sizes
 from benthic.engine.loop import Loop
 from benthic.engine.receipt import Maker, Receipt, digest_of
@@ -851,6 +852,11 @@ def build_loop(
         eos_ids=eos_ids,
         image_tokens=config.scheduler.image_tokens,
         prefixes=_prefixes(model, config, namespace),
+        cost=(cost := CostModel()),
+        itl_seconds=config.scheduler.itl_target_ms / 1e3,
+        itl_stretch=config.scheduler.itl_stretch,
+        prefill_floor=config.scheduler.prefill_floor,
+        grid=BLOCK_TOKENS if config.deterministic else 1,
     )
     sampler = Sampler(model.vocab_size, device, never)
     ahead = config.scheduler.ahead == "on" or (config.scheduler.ahead == "auto" and device.type == "cuda")
@@ -858,6 +864,16 @@ def build_loop(
     if device.type == "cuda":
         _compile(runner, config.scheduler.token_budget)
     captured = device.type == "cuda" and config.gpu.graphs and _capture(runner)
+    if config.scheduler.itl_target_ms or config.scheduler.itl_stretch:
+        calibrate(
+            cost,
+            runner.run,
+            slots=slots,
+            blocks=longest,
+            block_tokens=BLOCK_TOKENS,
+            token_budget=config.scheduler.token_budget,
+            max_context_tokens=limit,
+        )
     log.info(
         "ready",
         extra={

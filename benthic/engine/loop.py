@@ -7,10 +7,12 @@ from time import monotonic, perf_counter
 from typing import NamedTuple, Protocol
 
 from benthic import metrics
+from benthic.engine.cost import Shape
 from benthic.engine.scheduler import Scheduler
 from benthic.types import Abort, Request, StepPlan, StepResult, TokenEvent
 
 _STEPS_KEPT = 4096
+_DECODES_SHOWN = 4  # one decode step in so many is shown to the cost model
 
 
 class Inbox:
@@ -88,6 +90,7 @@ class Loop:
         self.scheduler, self.runner, self.ahead, self.clock = scheduler, runner, ahead, clock
         self._flight: _Flight | None = None  # the step that runs
         self.inbox, self.outbox = Inbox(), Outbox()
+        self._landed = 0.0  # when the last step's result was there
         self.times: deque[StepTimes] = deque(maxlen=_STEPS_KEPT)  # the last steps, newest last
         self._preemptions = self._evictions = 0  # as far as they are counted
 
@@ -152,8 +155,18 @@ class Loop:
         ran = perf_counter()
         self._send(self.scheduler.commit(plan, result))
         done = perf_counter()
+        self._learn(plan, ran - max(flight.began, self._landed))
+        self._landed = ran
         self.times.append(StepTimes(len(plan.chunks), plan.tokens, flight.plan_seconds, ran - waited, done - ran))
         self._measure(plan, done - flight.began)
+
+    def _learn(self, plan: StepPlan, seconds: float) -> None:
+        """Show the cost model a step that is over. Of decode steps, which are many and alike, some are enough."""
+        cost = self.scheduler.cost
+        if not cost.ready or plan.images or (plan.tokens == len(plan.chunks) and plan.step % _DECODES_SHOWN):
+            return
+        cost.observe(Shape.of(plan), seconds)
+        metrics.STEP_COST_ERROR.set(cost.error)
 
     def _let_go(self) -> None:
         """Tell the runner of image rows that nobody reads any more."""

@@ -11,6 +11,10 @@ How a step is filled, in this order, until the token budget is used:
 3. waiting sequences, best rank first; the first that does not fit stops the search, so none is overtaken for ever.
 Rank is (priority, arrival, branch), and a sequence keeps it for life.
 
+Beside decode rows, prompts get as many rows as keep the step within its latency target, as the cost model tells
+(`engine/cost.py`), but never fewer than a floor, so that they go on whatever the target is. Without decode rows the
+token budget is the only limit.
+
 When a running sequence needs a block and none is free, the running sequence of the worst rank is preempted: it gives
 its blocks and slot back and waits again, with its rank and all its tokens, which are later computed again as one long
 prefill. Since the best-ranked running sequence is never the victim of another, it always finishes. Draws depend on
@@ -31,6 +35,7 @@ running sequences alone, `image_tokens` bounds them, and whoever waits for room 
 """
 
 import heapq
+import math
 from array import array
 from bisect import insort
 from collections import Counter, deque
@@ -44,6 +49,7 @@ from benthic.cache import prefix
 from benthic.cache.manager import CacheManager, Lease, Match, Pin
 from benthic.cache.prefix import Key
 from benthic.cache.replay import Windows
+from benthic.engine.cost import CostModel, Shape
 from benthic.errors import (
     BadField,
     BenthicError,
@@ -227,6 +233,20 @@ class _Flight(NamedTuple):
     images: list[int]  # requests whose image rows it makes
 
 
+class _Room:
+    """What a step may still take on: rows, and seconds that rows of prompts may add to it."""
+
+    __slots__ = ("floor", "seconds", "tokens")
+
+    def __init__(self, tokens: int, seconds: float = math.inf, floor: int = 0):
+        self.tokens, self.seconds, self.floor = tokens, seconds, floor
+
+    def take(self, count: int, seconds: float) -> None:
+        self.tokens -= count
+        self.floor -= count
+        self.seconds -= seconds
+
+
 class Scheduler:
     """Continuous batching: prefill chunks and decode rows in one step under one token budget."""
 
@@ -240,6 +260,11 @@ class Scheduler:
         eos_ids: Sequence[int] = (),
         image_tokens: int = 131072,
         prefixes: Prefixes | None = None,
+        cost: CostModel | None = None,
+        itl_seconds: float = 0.0,
+        itl_stretch: float = 0.0,
+        prefill_floor: int = 16,
+        grid: int = 1,
     ):
         """As many sequences run as the cache has slots.
 
@@ -247,6 +272,12 @@ class Scheduler:
         max_context_tokens  most tokens the model reads of one sequence. The token drawn after the last of them may
                             still be delivered; then the sequence ends with LENGTH.
         image_tokens        most image rows that are kept at a time, over all requests.
+        cost                what steps cost; None: not known, and no step is cut short for its time.
+        itl_seconds         a step with decode rows takes no longer, as far as that depends on rows of prompts; 0: no
+                            longer than `itl_stretch` times what it takes without them; both 0: no such limit.
+        prefill_floor       rows of prompts that a step takes all the same.
+        grid                chunks that do not end their prompt end at multiples of this position, where that leaves
+                            them a row; else of half of it, and so on. A power of two.
         """
         if token_budget < cache.slots.usable:
             raise BadField(
@@ -256,6 +287,9 @@ class Scheduler:
         self.max_context_tokens, self.image_tokens = max_context_tokens, image_tokens
         self.eos_ids = frozenset(eos_ids)
         self.prefixes = prefixes
+        self.cost = cost or CostModel()
+        self.itl_seconds, self.itl_stretch = itl_seconds, itl_stretch
+        self.prefill_floor, self.grid = prefill_floor, grid
         self.now = 0.0  # seconds on the loop's clock, set before each step
         self.running: list[Branch] = []  # best rank first
         self.preemptions = 0
@@ -379,16 +413,19 @@ class Scheduler:
                 prefills.append(b)
             elif length <= b.lease.capacity or grow(b.lease, length) or self._make_room(b, length, rows):
                 rows[b] = 1
-        for b in prefills:
-            budget = self.token_budget - sum(rows.values())
-            if not budget:
-                break
-            if b.lease is not None:
-                count = self._chunk_rows(b, budget)
+        if prefills or self._num_waiting:
+            room = self._room(rows)
+            for b in prefills:
+                if b.lease is None:
+                    continue
+                count = self._chunk_rows(b, room)
+                if not count:
+                    break
                 if self._make_room(b, b.planned + count, rows):
                     rows[b] = count
-        if self._num_waiting and self.preemptions == preempted:
-            self._start_waiting(rows)
+                    room.take(count, self.cost.chunk_seconds(b.planned, count))
+            if self._num_waiting and self.preemptions == preempted:
+                self._start_waiting(rows, room)
         plan = self._plan_of(rows)
         for b in self._parked:
             self._release(b)  # copies of its state are made before anything of this plan, or a later one, is written
@@ -540,13 +577,24 @@ class Scheduler:
                 return False
         return True
 
-    def _start_waiting(self, rows: dict[Branch, int]) -> None:
-        budget = self.token_budget - sum(rows.values())
+    def _room(self, rows: dict[Branch, int]) -> _Room:
+        """What is left beside the decode rows of a step."""
+        decodes, left = len(rows), self.token_budget - len(rows)
+        if not decodes or not self.cost.ready or not (self.itl_seconds or self.itl_stretch):
+            return _Room(left)
+        base = self.cost.seconds(Shape(decodes, context=sum([b.length for b in rows]), logits=decodes))
+        return _Room(left, (self.itl_seconds or self.itl_stretch * base) - base, self.prefill_floor)
+
+    def _is_open(self, room: _Room) -> bool:
+        """May another prompt begin in this step?"""
+        return room.tokens > 0 and (room.floor > 0 or self.cost.rows_within(room.seconds, 0) > 0)
+
+    def _start_waiting(self, rows: dict[Branch, int], room: _Room) -> None:
         promised = 0
         for b in self.running:
             promised += self._promised(b)
         passed: list[tuple[tuple[int, int, int], Branch]] = []  # those that wait for what others compute
-        while budget and self._waiting:
+        while self._waiting and self._is_open(room):
             b = self._waiting[0][1]
             if b.ended:
                 heapq.heappop(self._waiting)
@@ -578,19 +626,28 @@ class Scheduler:
                 self._fork(b, lease, source)
             b.planned = b.computed
             insort(self.running, b, key=attrgetter("rank"))
-            count = self._chunk_rows(b, budget)
+            count = max(self._chunk_rows(b, room), 1)
             grown = self.cache.grow(lease, b.planned + count)
             assert grown, f"{count} tokens do not fit into {self.cache.free_blocks} free blocks"
             rows[b] = count
-            budget -= count
+            room.take(count, self.cost.chunk_seconds(b.planned, count))
             promised += self._promised(b)
         for entry in passed:
             heapq.heappush(self._waiting, entry)
 
-    def _chunk_rows(self, b: Branch, budget: int) -> int:
-        """Rows of the next chunk. It ends where a state is to be kept."""
-        end = b.checkpoint if b.checkpoint > b.planned else b.length
-        return min(budget, end - b.planned)
+    def _chunk_rows(self, b: Branch, room: _Room) -> int:
+        """Rows of the next chunk, 0 when the step has no room. It ends where a state is to be kept."""
+        start = b.planned
+        end = b.checkpoint if b.checkpoint > start else b.length
+        count = min(room.tokens, end - start)
+        if room.seconds < math.inf:
+            count = min(count, max(self.cost.rows_within(room.seconds, start), room.floor, 0))
+        if self.grid > 1 and 0 < count < end - start:
+            grid = self.grid
+            while (start + count) // grid * grid <= start:
+                grid //= 2
+            count = (start + count) // grid * grid - start
+        return count
 
     # ---- prefixes ----------------------------------------------------------------------------------------------------
 

@@ -132,6 +132,7 @@ def fake_loop(
     prefixes: Prefixes | None = None,
     snapshots: int = 0,
     ahead: bool = False,
+    scheduling: dict[str, Any] | None = None,
     **cache: Any,
 ) -> Loop:
     model = model or FakeModel(context)
@@ -145,6 +146,7 @@ def fake_loop(
         vocab_size=VOCAB,
         eos_ids=(EOS,),
         prefixes=prefixes,
+        **(scheduling or {}),
     )
     return Loop(scheduler, Runner(model, storage, Sampler(VOCAB), ahead=ahead), ahead=ahead)
 
