@@ -256,7 +256,7 @@ def watch() -> Any:
     """From now on the GPU's work is recorded, until `seen`."""
     from torch.profiler import ProfilerActivity, profile
 
-    profiler = profile(activities=[ProfilerActivity.CUDA])
+    profiler = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
     profiler.start()
     return profiler
 

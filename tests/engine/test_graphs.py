@@ -451,7 +451,7 @@ def test_graphs_with_preemption_and_aborts(on_gpu: Callable[[str, str], Deepseek
     requests = [request(i, 30 + i, temperature=1.0, max_tokens=25, n=1 + i % 2) for i in range(4)]
     aborts = {6: Abort(1), 9: Abort(3, 1)}
     want = answer(model, captured_repeatable, requests, device="cuda", slots=6, aborts=aborts)
-    tight = answer(model, captured_repeatable, requests, device="cuda", slots=4, blocks=11, aborts=aborts)
+    tight = answer(model, captured_repeatable, requests, device="cuda", slots=4, blocks=7, aborts=aborts)
     assert tight.preemptions > want.preemptions == 0
     whole = [key for key, end in tight.ends.items() if end is FinishReason.LENGTH]
     assert {key: tight.tokens[key] for key in whole} == {key: want.tokens[key] for key in whole}

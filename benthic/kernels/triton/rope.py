@@ -57,9 +57,13 @@ def turn(angle):
 
 @triton.jit
 def rotate_pairs(x, cos, sin):
-    """x [R, 2*P] f32, adjacent channels a pair; cos, sin [R, P] -> [R, 2*P]."""
+    """x [R, 2*P] f32, adjacent channels a pair; cos, sin [R, P] -> [R, 2*P].
+
+    Which product of two is rounded is said here: left to it, the compiler chooses differently from kernel to kernel.
+    """
     even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
-    turned = tl.join(even * cos - odd * sin, even * sin + odd * cos)
+    cos, sin = tl.broadcast_to(cos, even.shape), tl.broadcast_to(sin, even.shape)
+    turned = tl.join(tl.fma(even, cos, -(odd * sin)), tl.fma(even, sin, odd * cos))
     return tl.reshape(turned, x.shape)
 
 

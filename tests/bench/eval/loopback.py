@@ -13,6 +13,10 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import pytest
+
+pytest.importorskip("httpx2", reason="a model behind a server is asked through httpx2, of the extra `eval`")
+
 from benthic.bench.eval.remote import Server
 
 MODEL = "scripted"
