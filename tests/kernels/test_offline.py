@@ -42,7 +42,7 @@ STACK_MOST = {  # bytes a thread, of kernels that may keep anything in memory
     # for 128 keys, of which 5 to 17 read such a value back and none stores one
     "attend": 88,
     # `_choose` was fastest so on an H200: with 4 warps, 4 % before 8 that keep nothing in memory
-    "select_records": 104,
+    "_choose": 104,
 }
 QUICK = ("rms_norm 64", "linear wqkv_a 1792x5120 M=16")
 GROUPS = (  # what one process compiles
