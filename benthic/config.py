@@ -111,6 +111,11 @@ class GpuConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GateConfig:
+    cache_dir: str = opt("", "folder where passed gates are kept; empty: `benthic/gate` in the user's cache folder")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     model: str = opt("minnow", "a packaged model's name, or a checkpoint folder")
     numerics: str = opt("reference", "how values are rounded: the profile's name", choices=tuple(NUMERICS))
@@ -128,6 +133,7 @@ class Config:
     cache: CacheConfig = field(default_factory=CacheConfig)
     cpu: CpuConfig = field(default_factory=CpuConfig)
     gpu: GpuConfig = field(default_factory=GpuConfig)
+    gate: GateConfig = field(default_factory=GateConfig)
 
     def __post_init__(self) -> None:
         for setting in settings():

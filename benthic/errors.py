@@ -155,6 +155,16 @@ class WrongDtype(CheckpointError):
         super().__init__(f"tensor {name} has dtype {got}, expected {want}")
 
 
+class NonFiniteTensor(CheckpointError):
+    """A weight that holds something else than numbers, or whose scales do."""
+
+    code = "non_finite_tensor"
+
+    def __init__(self, name: str):
+        self.name = name
+        super().__init__(f"weight {name} holds values that are no numbers; the file is damaged, copy it again")
+
+
 class TruncatedFile(CheckpointError):
     """A shard shorter than its header says."""
 
@@ -247,6 +257,15 @@ class BadTokenizer(CheckpointError):
 
     def __init__(self, path: object, detail: str):
         super().__init__(f"{path} is not a usable tokenizer: {detail}")
+
+
+class BadGoldens(CheckpointError):
+    """The goldens beside a checkpoint cannot be read, or are of another one."""
+
+    code = "bad_goldens"
+
+    def __init__(self, path: object, detail: str):
+        super().__init__(f"{path} cannot be used as goldens: {detail}; `benthic verify --make-goldens` makes them anew")
 
 
 class UnsupportedArchitecture(CheckpointError):
@@ -489,6 +508,17 @@ class OutOfMemory(EngineError):
 
     def __init__(self, what: str, need_bytes: int, have_bytes: int, remedy: str):
         super().__init__(f"{what} needs {need_bytes} bytes, {have_bytes} are free; {remedy}")
+
+
+class GateFailed(EngineError):
+    """Answers computed here are not the model's. Nothing is served."""
+
+    code, status = "gate_failed", 503
+
+    def __init__(self, model: str, level: str, name: str, detail: str):
+        """level and name: where the first deviation is."""
+        self.level, self.name = level, name
+        super().__init__(f"{model} computes wrong answers here: {level}, {name}: {detail}; `benthic verify` shows all")
 
 
 class NonFiniteLogits(EngineError):

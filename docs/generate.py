@@ -1,10 +1,11 @@
-"""Write the generated pages and the tables in kernels.md, or with --check say which no longer match their sources."""
+"""Write the generated pages and the tables of others, or with --check say which no longer match their sources."""
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import gate_tables
 import kernel_tables
 
 from benthic import config, metrics
@@ -13,16 +14,21 @@ FOLDER = Path(__file__).parent
 BLOCK = re.compile(r"^(<!-- generated: (.+) -->\n)(?:.*\n)*?(<!-- end -->)$", re.MULTILINE)
 
 
-def kernels() -> str:
-    """kernels.md with its tables made anew; the text around them is written by hand."""
-    page = (FOLDER / "kernels.md").read_text(encoding="utf-8")
-    return BLOCK.sub(lambda at: f"{at[1]}\n{kernel_tables.BLOCKS[at[2]]()}\n\n{at[3]}", page)
+def tables(name: str, blocks: Mapping[str, Callable[[], str]]) -> Callable[[], str]:
+    """A page with its tables made anew; the text around them is written by hand."""
+
+    def render() -> str:
+        page = (FOLDER / name).read_text(encoding="utf-8")
+        return BLOCK.sub(lambda at: f"{at[1]}\n{blocks[at[2]]()}\n\n{at[3]}", page)
+
+    return render
 
 
 PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": config.markdown,
     "metrics.md": metrics.markdown,
-    "kernels.md": kernels,
+    "kernels.md": tables("kernels.md", kernel_tables.BLOCKS),
+    "correctness.md": tables("correctness.md", gate_tables.BLOCKS),
 }
 
 

@@ -1,4 +1,4 @@
-"""`docs/kernel_tables.py`: tables of kernels.md from result files, and what stands there without them."""
+"""`docs/kernel_tables.py`, `docs/gate_tables.py`: tables from result files, and what stands there without them."""
 
 import json
 import sys
@@ -161,4 +161,34 @@ def test_cpu_and_gpu(tables: ModuleType, tmp_path: Path) -> None:
     assert tables.texts().splitlines()[-2:] == [
         "| production | CPU : GPU | 500 | 25 % | 1 % | 94 % | 50.2 | 0.012 |",
         "| production | floor | 64 | 25 % | 1 % | 94 % | 50.2 | 0.012 |",
+    ]
+
+
+def test_gate(tables: ModuleType, tmp_path: Path) -> None:
+    gate = import_module("gate_tables")
+    assert gate.levels() == "Not measured yet: `benthic verify minnow --fresh --out results`."
+    assert gate.faults() == "Not measured yet: `python -m tests.gate.faults --out results`."
+
+    def level(name: str, *margins: float) -> dict[str, Any]:
+        lines = [{"bound": 1.0, "margin": margin} for margin in margins]
+        return {"level": name, "seconds": 1.26, "lines": [*lines, {"bound": None, "margin": 0.0}]}
+
+    keep(tmp_path, "gate-minnow-reference", {"levels": [level("bytes"), level("ops", 0.04, 0.5)]})
+    keep(tmp_path, "gate-minnow-production", {"levels": [level("ops", -2.0)]})
+    assert gate.levels().splitlines()[2:] == [
+        "| level | reference, GPU | production, GPU |",
+        "| --- | ---: | ---: |",
+        "| `bytes` | 1.3 s, 1 |  |",
+        "| `ops` | 1.3 s, 3, 4 % | 1.3 s, 2, -200 % |",
+        "| together | 2.5 s | 1.3 s |",
+    ]
+    faults = [
+        {"fault": "a", "kind": "kernel", "guards": "2.5", "level": "ops", "line": "attend"},
+        {"fault": "b", "kind": "engine", "guards": "-", "level": None, "line": ""},
+    ]
+    keep(tmp_path, "gate-faults", {"faults": faults, "caught": 1})
+    assert gate.faults().splitlines()[0].endswith("commit 0123456789ab+. 1 of 2 caught.")
+    assert gate.faults().splitlines()[-2:] == [
+        "| a | kernel | 2.5 | `ops` | attend |",
+        "| b | engine | - | **not caught** |  |",
     ]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from benthic.bench.eval.documents import read_documents
+from benthic.cache.spec import blocks_for
 from benthic.cache.storage import Storage
 from benthic.engine import batch as batches
 from benthic.engine.llm import LLM
@@ -27,10 +28,11 @@ from benthic.models.deepseek_v41 import DeepseekV41, from_checkpoint
 from benthic.models.modules import packed_weights
 from benthic.models.registry import model_dir
 from benthic.models.weights import Checkpoint
+from benthic.testing import layers
 from benthic.testing.ops import Finding, Line, Place, findings, moved, moved_options, unit, watching
 from benthic.text.prompt import ChatEncoder
 from benthic.text.tokenizer import Tokenizer
-from benthic.types import NUMERICS, Chunk, Draw, Numerics, SamplingParams, StepPlan
+from benthic.types import NUMERICS, Numerics, SamplingParams, StepPlan
 
 LOGITS = 1e-4  # most absolute difference of logits without quantisers
 LAYER = 2.0**-8  # most median relative difference of a layer's streams where activations are bfloat16
@@ -92,29 +94,11 @@ class Experts:
         return self._prepared[key]
 
 
-def plans(prompts: Sequence[Sequence[int]], chunk: int, decode: int) -> list[StepPlan]:
+def plans(prompts: Sequence[Sequence[int]], chunk: int, decode: int) -> Sequence[StepPlan]:
     """Steps that bring up the prompts in chunks, side by side, the last `decode` tokens of each one by one."""
-    greedy = SamplingParams(temperature=0)
-    done, used = [0] * len(prompts), 0
-    tables: list[tuple[int, ...]] = [()] * len(prompts)
-    steps: list[StepPlan] = []
-    while any(at < len(ids) for at, ids in zip(done, prompts, strict=True)):
-        chunks: list[Chunk] = []
-        for i, ids in enumerate(prompts):
-            start = done[i]
-            if start == len(ids):
-                continue
-            whole = max(len(ids) - decode, 1)
-            end = min(start + chunk, whole) if start < whole else start + 1
-            missing = -(-end // 128) - len(tables[i])
-            tables[i] += tuple(range(used + 1, used + 1 + missing))
-            used += missing
-            chunks.append(Chunk(i, start, tuple(ids[start:end]), 0, True, i + 1, tables[i]))
-            done[i] = end
-        draws = tuple(Draw(greedy, 0, c.start + len(c.tokens), (), None, 0) for c in chunks)
-        steps.append(StepPlan(len(steps), tuple(chunks), draws))
+    used = sum(blocks_for(len(ids)) for ids in prompts)
     assert used <= BLOCKS, f"the prompts need {used} blocks, {BLOCKS} are there"
-    return steps
+    return layers.plans(prompts, chunk, decode)
 
 
 # ---- ops -------------------------------------------------------------------------------------------------------------

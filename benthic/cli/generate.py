@@ -52,12 +52,19 @@ class Engine(Protocol):
 
 
 def open_engine(settings: config.Config) -> AbstractContextManager[Engine]:
-    """Load the model. Imported here, so that `--help` and a mistyped flag need no torch."""
+    """Load the model, and say so where its answers were never checked here.
+
+    Imported here, so that `--help` and a mistyped flag need no torch.
+    """
     from typing import cast
 
+    from benthic import gate
     from benthic.engine.llm import LLM
 
-    return cast(AbstractContextManager[Engine], LLM(config=settings))
+    llm = LLM(config=settings)
+    if (text := gate.notice(settings)) is not None:
+        print(text, file=sys.stderr)
+    return cast(AbstractContextManager[Engine], llm)
 
 
 @dataclass(frozen=True, slots=True)

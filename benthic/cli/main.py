@@ -29,6 +29,7 @@ VERBS = {
     "inspect": "show a checkpoint's layer plan, parameters and bytes",
     "bench": "measure speed and memory on this machine",
     "train": "train the small model that ships with Benthic",
+    "verify": "check that answers computed here are the model's",
     "doctor": "tell what this machine can run, and why not",
 }
 

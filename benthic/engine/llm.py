@@ -377,7 +377,7 @@ class LLM:
                 "config", "given", f"either a configuration or single settings, not {', '.join(overrides)} too"
             )
         self.config = config
-        self.device = _device(config.device)
+        self.device = device_of(config.device)
         torch.set_num_threads(config.cpu.threads or len(sched_getaffinity(0)))
         if self.device.type == "cpu":
             native.setup(config.cpu.native, config.cpu.compiler, config.cpu.cache_dir)
@@ -939,7 +939,8 @@ def _digest(image: PromptImage) -> str:
     return hashlib.sha256(f"{image.longest}\n".encode() + image.source).hexdigest()
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device that a setting names. Raises DeviceUnavailable."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -18,9 +18,9 @@ _apart: ContextVar[bool] = ContextVar("apart", default=False)
 
 
 @contextmanager
-def apart() -> Iterator[None]:
+def apart(on: bool = True) -> Iterator[None]:
     """Inside this block nothing is taken together: each op is called by itself, for whoever watches or replaces one."""
-    token = _apart.set(True)
+    token = _apart.set(on)
     try:
         yield
     finally:

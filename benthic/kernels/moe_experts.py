@@ -74,6 +74,18 @@ def prepare(w13: quant.Fp4Matrix, w2: quant.Fp4Matrix, numerics: Numerics) -> tu
     return (w13, w2) if own is None else own(w13, w2, numerics)
 
 
+def unprepare(w13: quant.Matrix | Any, w2: quant.Matrix | Any, expert: int) -> tuple[Tensor, Tensor] | None:
+    """The values of one expert, [2*I, D] and [D, I], in whatever form `prepare` left them; a check of what was loaded.
+
+    None: the backend cannot read its own form back.
+    """
+    if isinstance(w13, Tensor | quant.Fp4Matrix):
+        return _expert(w13, expert, False, torch.bfloat16), _expert(w2, expert, False, torch.bfloat16)
+    owner = type(w13).__module__.rpartition(".")[0]
+    own = getattr(import_module(f"{owner}.moe_experts"), "unprepare", None)
+    return None if own is None else own(w13, w2, expert)
+
+
 def experts(
     x: Tensor,
     ids: Tensor,

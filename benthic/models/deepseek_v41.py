@@ -44,6 +44,7 @@ from benthic.models.modules import (
     TensorSource,
     activation_dtype,
     carried,
+    check_finite,
     empty_fp4,
     fp8_grid,
     join,
@@ -664,7 +665,8 @@ def from_checkpoint(
 
     tables_on_host  for a model on a GPU: its n-gram tables stay in pinned host memory.
     progress        has `update(bytes)`, called as tensors are taken; None: silent.
-    Raises BadTokenizer, or BadConfigKey when the checkpoint's vocabulary does not compress to the configured size.
+    Raises NonFiniteTensor, BadTokenizer, or BadConfigKey when the checkpoint's vocabulary does not compress to the
+    configured size.
     """
     config, device = checkpoint.config, torch.device(device)
     with device:
@@ -681,6 +683,7 @@ def from_checkpoint(
             model.load(source)
     else:
         model.load(checkpoint)
+    check_finite(model)
     return model.eval()
 
 

@@ -21,7 +21,7 @@ from benthic.models.base import Batch, LayerMemory, Selection
 from benthic.models.deepseek_v41 import DeepseekV41, Layer
 from benthic.models.deepseek_v41_config import ModelConfig, draft_plan, tensors
 from benthic.models.loading import staged
-from benthic.models.modules import Embedding, Linear, RMSNorm, Stack, TensorSource, product_grid
+from benthic.models.modules import Embedding, Linear, RMSNorm, Stack, TensorSource, check_finite, product_grid
 from benthic.models.weights import Checkpoint
 from benthic.types import Numerics
 
@@ -193,7 +193,7 @@ def from_checkpoint(
     """The drafter of an opened checkpoint on `device`.
 
     progress  has `update(bytes)`, called as tensors are taken; None: silent.
-    Raises    BadConfigKey when the checkpoint has no drafter.
+    Raises    NonFiniteTensor; BadConfigKey when the checkpoint has no drafter.
     """
     config, device = checkpoint.config, torch.device(device)
     if not config.text.num_nextn_predict_layers:
@@ -205,6 +205,7 @@ def from_checkpoint(
             drafter.load(source)
     else:
         drafter.load(checkpoint)
+    check_finite(drafter)
     return drafter.eval()
 
 

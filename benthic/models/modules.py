@@ -13,6 +13,7 @@ from typing import Generic, Literal, Protocol, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from benthic.errors import NonFiniteTensor
 from benthic.kernels import engram, gemm, norm, quant
 from benthic.types import Numerics
 
@@ -169,6 +170,36 @@ def join(a: Linear, b: Linear) -> quant.Matrix:
     whole = type(a.packed)(*(torch.cat(parts) for parts in zip(a.packed, b.packed, strict=True)))
     a.packed, b.packed = quant.rows_of(whole, 0, end), quant.rows_of(whole, end, count)
     return whole
+
+
+def check_finite(model: nn.Module) -> None:
+    """What was loaded are numbers: a scale that is none makes a whole block of weights so.
+
+    Raises  NonFiniteTensor, naming the first weight. Lookup tables are left out: they are not read whole.
+    Cost    one pass over the weights; waits for the device once.
+    """
+    names: list[str] = []
+    sums: list[Tensor] = []
+    for name, module in model.named_modules():
+        for part, value in module.named_parameters(name, recurse=False):
+            names.append(part)
+            sums.append(value.detach().sum(dtype=torch.float32))
+        packed = [(f"{name}.weight", module.packed)] if isinstance(module, Linear) else []
+        packed += [(f"{name}.{part}", getattr(module, part, None)) for part in ("w13", "w2")]
+        for part, weight in packed:
+            if isinstance(weight, quant.Fp8Matrix | quant.Fp4Matrix):
+                names.append(part)
+                bad = (weight.scales == 255).any()
+                if isinstance(weight, quant.Fp8Matrix):
+                    bad = bad | ((weight.codes.view(torch.uint8) & 0x7F) == 0x7F).any()
+                sums.append(torch.where(bad, torch.nan, 0.0))
+            elif isinstance(weight, quant.RowMatrix):
+                names.append(part)
+                sums.append(weight.scales.sum())
+    finite = torch.isfinite(torch.stack(sums)).tolist() if sums else []
+    for name, fine in zip(names, finite, strict=True):
+        if not fine:
+            raise NonFiniteTensor(name)
 
 
 class RMSNorm(nn.Module):

@@ -283,6 +283,47 @@ class Checkpoint:
         return root.hexdigest()
 
 
+# Other files of tensors, beside a checkpoint
+
+PLAIN_DTYPES = {"F32": torch.float32, "I32": torch.int32, "U8": torch.uint8}
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of one safetensors file, copied. Raises BadShard, TruncatedFile; MissingCheckpointFile."""
+    if not path.is_file():
+        raise MissingCheckpointFile(path)
+    stored, out = _read_header(path), dict[str, Tensor]()
+    data = path.read_bytes()
+    for name, where in stored.items():
+        dtype = PLAIN_DTYPES.get(where.dtype)
+        if dtype is None or math.prod(where.shape) * dtype.itemsize != where.nbytes:
+            raise BadShard(path, f"tensor {name} of {where.dtype} {list(where.shape)} lies in {where.nbytes} bytes")
+        raw = bytearray(data[where.offset : where.offset + where.nbytes])
+        value = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        out[name] = value.reshape(where.shape)
+    return out
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A safetensors file of f32, i32 and uint8 tensors; the same tensors give the same bytes."""
+    names = {dtype: name for name, dtype in PLAIN_DTYPES.items()}
+    entries: dict[str, object] = {}
+    offset = 0
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # all aligned
+    for name in order:
+        size = tensors[name].numel() * tensors[name].dtype.itemsize
+        entries[name] = {
+            "dtype": names[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    parts = [tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() for name in order]
+    path.write_bytes(b"".join((struct.pack("<Q", len(text)), text, *parts)))
+
+
 # Writing
 
 

@@ -4,6 +4,7 @@
 units of what `tolerances.py` allows. `reference` is the plain torch answer to any of them, runs of ops included.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -78,6 +79,13 @@ class Line:
     def passed(self) -> bool:
         return self.bound is None or self.error <= self.bound
 
+    @property
+    def margin(self) -> float:
+        """How much of the bound is left: 1 all of it, 0 none, below 0 it failed."""
+        if self.bound is None or self.error == 0:
+            return 1.0
+        return 1 - self.error / self.bound if self.bound else -math.inf
+
 
 def moved(value: Any, device: torch.device) -> Any:
     """The same structure with its tensors on `device`, copied even when they are there: ops write in place."""
@@ -119,16 +127,36 @@ OPS: tuple[tuple[ModuleType, str], ...] = (
     (indexer, "select_records"),
     (attn_sparse, "attend"),
 )
+HOST_OPS: tuple[tuple[ModuleType, str], ...] = (  # of steps that the host describes
+    (compress, "pool_groups"),
+    (kv_copy, "write_records"),
+    (kv_copy, "window_rows"),
+    (indexer, "index_select"),
+    (attn_sparse, "sink_attention"),
+)
+RUNS: tuple[tuple[ModuleType, str], ...] = (
+    (fused, "hyper_read"),
+    (fused, "attention_inputs"),
+    (fused, "attention_output"),
+    (fused, "moe"),
+)
+
+RUN_NAMES = frozenset(name for _, name in RUNS)
 
 
 @contextmanager
-def watching(around: Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+def watching(
+    around: Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any], *, runs: bool = False
+) -> Iterator[None]:
     """Inside this block every op of the model is called through `around(name, op, args, options)`, which returns its
-    result. Runs of ops are taken apart; what an op, or `around` itself, calls in turn is left alone."""
+    result. What an op, or `around` itself, calls in turn is left alone.
+
+    runs  runs of ops are left together, and watched as one; else they are taken apart.
+    """
     inside = False
 
-    with fused.apart(), ExitStack() as undo:
-        for module, name in OPS:
+    with fused.apart(not runs), ExitStack() as undo:
+        for module, name in (*OPS, *HOST_OPS, *(RUNS if runs else ())):
             real = getattr(module, name)
 
             def told(*args: Any, _name: str = name, _real: Callable[..., Any] = real, **options: Any) -> Any:
@@ -144,6 +172,102 @@ def watching(around: Callable[[str, Callable[..., Any], tuple[Any, ...], dict[st
             setattr(module, name, told)
             undo.callback(setattr, module, name, real)
         yield
+
+
+# ---- the plain answer ------------------------------------------------------------------------------------------------
+
+
+def reference(name: str) -> Callable[..., Any]:
+    """The plain torch form of an op, called under `backends.reference()`."""
+    module = next(module for module, op in (*OPS, *HOST_OPS) if op == name)
+    return getattr(module, f"{name}_reference")
+
+
+def _hyper_read(
+    streams: hyper.Streams,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    weight: Tensor,
+    norm_eps: float,
+    hc_eps: float,
+    iters: int,
+) -> tuple[Tensor, hyper.Streams]:
+    s = hyper.settle(streams)
+    pre, post, comb = hyper.hyper_mixes(s, fn, scale, base, norm_eps, hc_eps, iters)
+    h = norm.rms_norm(hyper.hyper_collapse(s, streams.pre), weight, norm_eps)
+    return h, hyper.Streams(s, pre, None, post, comb)
+
+
+def _grid(x: Tensor, one_scale: bool) -> Tensor:
+    x = quant.roundtrip_fp8(x)
+    return quant.roundtrip_carry(x) if one_scale else x
+
+
+def _attention_inputs(
+    h: Tensor,
+    positions: Tensor,
+    freqs: Tensor,
+    wqkv_a: quant.Matrix,
+    q_norm: Tensor,
+    wq_b: quant.Matrix,
+    kv_norm: Tensor,
+    eps: float,
+    one_scale: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rank, channels = q_norm.shape[0], kv_norm.shape[0]
+    both = gemm.linear(_grid(h, one_scale), wqkv_a)
+    qa = quant.roundtrip_fp8(norm.rms_norm(both[:, :rank], q_norm, eps))
+    q = gemm.linear(quant.roundtrip_carry(qa) if one_scale else qa, wq_b).unflatten(1, (-1, channels))
+    kw = rope.rotate(norm.rms_norm(both[:, rank:], kv_norm, eps), positions, freqs)
+    return rope.rotate(q, positions, freqs).flatten(1), qa, quant.roundtrip_fp8(kw)
+
+
+def _attention_output(
+    o: Tensor,
+    positions: Tensor,
+    freqs: Tensor,
+    wo_a: quant.Matrix,
+    wo_b: quant.Matrix,
+    groups: int,
+    quantise_wo_a: bool,
+    one_scale: bool,
+) -> Tensor:
+    back = rope.rotate(o, positions, freqs, inverse=True).reshape(o.shape[0], groups, -1)
+    back = _grid(back, one_scale) if quantise_wo_a else back
+    u = gemm.grouped_linear(back, quant.grouped(wo_a, groups))
+    return gemm.linear(_grid(u.flatten(1), one_scale), wo_b)
+
+
+def _moe(
+    h: Tensor,
+    gate: Tensor,
+    bias: Tensor,
+    w13: quant.Matrix,
+    w2: quant.Matrix,
+    shared_w13: quant.Matrix,
+    shared_w2: quant.Matrix,
+    k: int,
+    normalise: bool,
+    scale: float,
+    limit: float,
+    round_hidden: bool,
+    one_scale: bool,
+) -> Tensor:
+    ids, weights = moe_gate.route(h, gate, bias, k, normalise, scale)
+    h8 = quant.roundtrip_fp8(h)
+    routed = moe_experts.experts(h8, ids, weights, w13, w2, limit, True, round_hidden, one_scale)
+    a, b = gemm.linear(quant.roundtrip_carry(h8) if one_scale else h8, shared_w13).chunk(2, dim=-1)
+    y = swiglu.swiglu(a, b, limit, out_dtype=h.dtype if round_hidden else torch.float32)
+    return (routed + gemm.linear(_grid(y, one_scale).to(h.dtype), shared_w2).float()).to(h.dtype)
+
+
+_RUNS: dict[str, Callable[..., Any]] = {
+    "hyper_read": _hyper_read,
+    "attention_inputs": _attention_inputs,
+    "attention_output": _attention_output,
+    "moe": _moe,
+}
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
@@ -175,8 +299,39 @@ def findings(
     yield from _differences(name, args, want, got)
 
 
+def run_errors(name: str, args: tuple[Any, ...], got: Any) -> Iterator[tuple[str, Tensor]]:
+    """(which part, [T] relative difference) of what a run of ops gave, from the plain answer to its arguments.
+
+    Quantisers inside a run may take other codes, so rows are compared by their norm. The weights that `hyper_read`
+    gives have none: they are compared for the streams that it settled itself.
+    """
+    with backends.reference():
+        if name == "hyper_read":
+            (h, streams), pending = moved(got, torch.device("cpu")), args[0]
+            yield f"{name}: streams", relative(hyper.settle(pending), streams.s)
+            want_h, want = _RUNS[name](hyper.Streams(streams.s, pending.pre), *args[1:])
+            mixes = [torch.cat([s.pre, s.post, s.comb.flatten(1)], dim=1) for s in (want, streams)]
+            yield f"{name}: mixes", relative(*mixes)
+            yield f"{name}: input", relative(want_h, h)
+            return
+        want = _RUNS[name](*args)
+    if name == "attention_inputs":
+        for part, a, b in zip(("query", "query latent", "window row"), want, got, strict=True):
+            yield f"{name}: {part}", relative(a, b)
+    else:
+        yield name, relative(want, got)
+
+
+def relative(want: Tensor, got: Tensor) -> Tensor:
+    """[T, ...] -> [T] f64 on the CPU: norm of the difference of each row over the row's; inf where it is no number."""
+    a, b = want.detach().cpu().double().flatten(1), got.detach().cpu().double().flatten(1)
+    return ((b - a).norm(dim=1) / a.norm(dim=1).clamp(min=1e-30)).nan_to_num(nan=torch.inf)
+
+
 def unit(name: str) -> str:
     """Of a finding with this name."""
+    if name.endswith("shape"):
+        return "another shape"
     if name.endswith("bytes"):
         return "share of bytes that differ"
     if name.endswith("codes"):
@@ -188,6 +343,8 @@ def _copied(name: str, args: tuple[Any, ...]) -> Tensor | None:
     """Where an op puts a copy of what it is given: every place has the same bytes there."""
     if name == "ring_write":
         return args[0].bytes
+    if name == "write_records":
+        return args[0].pool
     return args[2] if name == "compress_store" else None
 
 
@@ -215,28 +372,32 @@ def _differences(name: str, args: tuple[Any, ...], want: Any, got: Any) -> Itera
         return
     got = moved(got, torch.device("cpu"))
     want = moved(want, torch.device("cpu"))
+    pairs: list[Any] = list(zip(want, got, strict=True)) if isinstance(want, tuple) else [(want, got)]
+    if any(a is not None and a.shape != b.shape for a, b in pairs):
+        yield Finding(f"{name}: shape", math.inf, 0.0)
+        return
     if name == "route":
         ids, weights = want
         same = (ids == got[0]).all(dim=1)
         yield Finding("route: choice", _share(~same), TIES)
         yield Finding("route", excess("route", got[1][same], weights[same]), 1.0)
-    elif name == "select_records":
+    elif name in ("select_records", "index_select"):
         for which, a, b in zip(("entries", "candidates"), want, got, strict=True):
             if a is not None:
                 a, b = a.sort(dim=1).values, b.sort(dim=1).values
-                yield Finding(f"select_records: {which}, choice", _share((a != b).any(dim=1)), TIES)
+                yield Finding(f"{name}: {which}, choice", _share((a != b).any(dim=1)), TIES)
     elif name in ("ngram_ids", "ngram_rows", "roundtrip_fp8", "roundtrip_mxfp4", "table_rows"):
-        a, b = (t.float() if t.dtype == torch.bfloat16 else t for t in (want, got))
+        both = cast("list[Tensor]", [want, got])
+        a, b = (t.float() if t.dtype == torch.bfloat16 else t for t in both)
         equal = (a == b) | ((a != a) & (b != b))
         yield Finding(name, _share(~equal), 0.0)
-    elif name == "group_records":
-        yield Finding(name, max(_share(a != b) for a, b in zip(want, got, strict=True)), 0.0)
+    elif name in ("group_records", "window_rows"):
+        yield Finding(name, max(_share((a != b) & ~((a != a) & (b != b))) for a, b in pairs), 0.0)
     elif name == "compress_store":
         ends = (args[9] >= 0).cpu()  # the other rows mean nothing
         # on each side the pooled row rounds, then the normed one
         yield Finding(name, excess("rotate", got[ends], want[ends].double(), largest(want[ends])), 4.0)
     else:
-        pairs = list(zip(want, got, strict=True)) if isinstance(want, tuple) else [(want, got)]
         rule, scale = _rule(name, args)
         for a, b in pairs:
             size = largest(a) if scale is None else scale.cpu()
@@ -252,8 +413,8 @@ def _rule(name: str, args: tuple[Any, ...]) -> tuple[str, Tensor | None]:
         return "linear", size.double()
     if name == "experts":
         return ("experts_rounded" if args[6] else "experts"), None
-    if name == "attend":
-        return ("sink_attention_rounded" if args[9] else "sink_attention"), None
+    if name in ("attend", "sink_attention"):
+        return ("sink_attention_rounded" if args[-1] else "sink_attention"), None
     return (name if name in TOLERANCES else "linear"), None
 
 

@@ -475,6 +475,14 @@ def prepare(w13: quant.Fp4Matrix, w2: quant.Fp4Matrix, numerics: Numerics) -> tu
     return hopper.pack(w13, numerics.one_scale, order), hopper.pack(w2, numerics.one_scale)
 
 
+def unprepare(w13: Any, w2: Any, expert: int) -> tuple[Tensor, Tensor]:
+    """The values of one expert, [2*I, D] and [D, I] bf16, read back from what `prepare` made."""
+    hopper = _hopper()
+    assert hopper is not None, "packed for a device that is not here"
+    order = hopper.interleave(w2.shape[2], w13.words.device)
+    return hopper.unpack(w13, expert)[order.argsort()], hopper.unpack(w2, expert)
+
+
 class _Rows(NamedTuple):
     """Rows of pairs, sorted by expert."""
 

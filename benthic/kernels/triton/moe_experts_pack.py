@@ -230,3 +230,58 @@ def pack(weight: quant.Fp4Matrix, carried: bool, rows: Tensor | None = None) -> 
         num_warps=4,
     )
     return Packed(weight.shape, words, offsets.view(torch.int32), base, carried)
+
+
+def unpack(packed: Packed, expert: int) -> Tensor:
+    """One matrix of what `pack` was given, in the order of rows that it has here: [N, K] bf16; carried ones as carried.
+
+    Plain torch, bit by bit, exact: for whoever checks what lies on a device.
+    """
+    experts, n, k = packed.shape
+    words = packed.words.view(experts, n // BLOCK, k // BLOCK, BLOCK, 4, 4)[expert].long() & 0xFFFFFFFF
+    offsets = packed.scales.view(torch.uint8).view(experts, n // BLOCK, k // BLOCK, BLOCK, 4)[expert].long()
+    if packed.carried:
+        codes = _carried_codes(words)
+        sizes = tables(packed.words.device).view(torch.uint8).view(TABLES, 8)
+        column = torch.arange(BLOCK, device=words.device)
+        size = sizes[offsets.gather(-1, (column // 32).expand(*codes.shape[:-1], BLOCK)), codes & 7]
+        value = (size | ((codes & 8) << 4).to(torch.uint8)).view(quant.E4M3).float()
+    else:
+        codes = _exact_codes(words)
+        value = quant._decode_e2m1(codes.to(torch.uint8))
+        value = value.double() * torch.exp2((offsets - 253).double()).repeat_interleave(32, dim=-1)
+    value = value.transpose(1, 2).reshape(n, k)  # from [N/128, K/128, 128, 128]
+    return (value.double() * packed.base[expert, :, None]).to(torch.bfloat16)
+
+
+def _left(x: Tensor, by: int) -> Tensor:
+    """Words of 32 bits in int64, rotated."""
+    return ((x << by) | (x >> (32 - by))) & 0xFFFFFFFF if by else x
+
+
+def _exact_codes(words: Tensor) -> Tensor:
+    """[..., 4 threads, 4 words] -> E2M1 codes [..., 128] of a row, column after column."""
+    pairs: list[Tensor] = []
+    for half in range(2):
+        first, second = words[..., 2 * half], words[..., 2 * half + 1]
+        rest = (first & REST) | (_left(second, 2) & (0xFFFFFFFF - REST))
+        turned = [*(_left(first, turn) for turn in TURNS), *(_left(second, turn) for turn in TURNS)]
+        pairs += [*turned, *(_left(rest, turn) for turn in REST_TURNS)]
+    bits = torch.stack(pairs, -1) & KEPT  # [..., thread, half and pair]
+    low = ((bits >> 6) & 7) | ((bits >> 12) & 8)
+    high = ((bits >> 22) & 7) | ((bits >> 28) & 8)
+    both = torch.stack((low, high), -1).unflatten(-2, (2, 8))  # thread, half, pair, which
+    thread, half, pair = (torch.arange(count, device=words.device) for count in (4, 2, 8))
+    byte = half[None, :, None] * 32 + (pair >> 1) * 8 + (pair & 1) * 4 + thread[:, None, None]
+    return both.flatten(-4, -2)[..., byte.flatten().argsort(), :].flatten(-2)
+
+
+def _carried_codes(words: Tensor) -> Tensor:
+    """As `_exact_codes`, of words that hold magnitudes and signs apart."""
+    place = torch.arange(16, device=words.device)  # of a thread's bytes: word, byte
+    word, group, inside = place >> 2, (place >> 1) & 1, place & 1
+    bits = words[..., word]
+    size, sign = inside * 8 + group * 16, inside * 16 + 7 - group * 4
+    low = ((bits >> size) & 7) | (((bits >> sign) & 1) << 3)
+    high = ((bits >> (size + 4)) & 7) | (((bits >> (sign + 8)) & 1) << 3)
+    return torch.stack((low, high), -1).flatten(-3)
