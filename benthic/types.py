@@ -243,9 +243,11 @@ class Abort:
     reason: FinishReason = FinishReason.ABORT  # STOP: a stop string was found in the text
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """One request's tokens in one step. Prefill: many known. Decode: one. Verification: one and its drafts."""
+class Chunk(NamedTuple):
+    """One request's tokens in one step. Prefill: many known. Decode: one. Verification: one and its drafts.
+
+    A named tuple: one is made for every token produced.
+    """
 
     request: int  # request id
     start: int  # position of the first token, counted from 0
@@ -346,8 +348,7 @@ class Usage(NamedTuple):
     miss: Miss | None = None  # why not more of it was found; None: all that could be was
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """News of one branch: tokens it gained in a step, and how it ended. Exactly one event of a branch has `usage`."""
 
     request: int

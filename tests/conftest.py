@@ -39,11 +39,11 @@ def _seeds() -> None:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., "subprocess.Popen[bytes]"]]:
+def start() -> Iterator[Callable[..., "subprocess.Popen[Any]"]]:
     """Starts processes as `Popen` does. None outlives the test: what one leaves would fail another later on."""
-    started: list[subprocess.Popen[bytes]] = []
+    started: list[subprocess.Popen[Any]] = []
 
-    def begin(*arguments: Any, **settings: Any) -> "subprocess.Popen[bytes]":
+    def begin(*arguments: Any, **settings: Any) -> "subprocess.Popen[Any]":
         started.append(subprocess.Popen(*arguments, **settings))
         return started[-1]
 

@@ -40,7 +40,7 @@ from array import array
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
@@ -154,6 +154,7 @@ class Branch:
         "lease",
         "limit",
         "low",
+        "marked",
         "miss",
         "mode",
         "params",
@@ -188,14 +189,14 @@ class Branch:
         )
         self.context = array("i", request.prompt) if penalised else None  # the same as `tokens`, for the sampler
         self.computed = 0  # tokens whose state is in the cache
-        # prompt tokens whose log-probability is known: the first has none, and one branch is enough to ask for the rest
-        self.scored = 1 if index == 0 else self.prompt_tokens
+        # prompt tokens whose log-probability is known, or not asked for: the first has none, one branch is enough
+        self.scored = 1 if index == 0 and params.prompt_logprobs is not None else self.prompt_tokens
         self.lease: Lease | None = None
         self.planned = 0  # tokens that will be computed once all that is in flight is over
         self.pending = 0  # draws in flight
         self.flying = 0  # steps in flight that it is part of
         self.turn = 0  # how often it began; results of a step planned before it began anew are dropped
-        self.asked = self.scored  # prompt tokens whose log-probability is known or will be
+        self.asked = self.scored  # the same, once all that is in flight is over
         self.ended = False
         self.by_host = penalised or not _drawn_on_device(params)
         # what it found in the cache, and how it goes on from there
@@ -205,6 +206,7 @@ class Branch:
         self.hit = 0  # prompt tokens found when it began
         self.miss: Miss | None = None  # and why not more
         self.low = self.stored = self.keep = 0  # as in `types.Chunk`
+        self.marked = 0  # chunks that begin before this position say so
         self.fresh = False  # its slot does not know the ids before `computed`
         self.copy: SlotCopy | None = None  # where its state comes from, before its first step
         self.checkpoint = 0  # a chunk ends here, so that its state can be kept
@@ -406,8 +408,9 @@ class Scheduler:
         for b in tuple(self.running):
             if b.lease is None:
                 continue  # preempted for a better one a moment ago
-            length = b.length
-            if b.pending and (b.by_host or length >= b.limit):
+            pending = b.pending
+            length = len(b.tokens) + pending  # as the property; this is done for every token produced
+            if pending and (b.by_host or length >= b.limit):
                 continue
             if length - b.planned > 1:
                 prefills.append(b)
@@ -448,23 +451,25 @@ class Scheduler:
         flight = self._flights.popleft()
         assert flight.step == plan.step, f"step {plan.step} is not the oldest in flight, {flight.step} is"
         tokens, failures, logprobs, scores = result.tokens, result.failures, result.logprobs, result.scores
-        draw = -1
-        for i, chunk in enumerate(plan.chunks):
-            b, turn = flight.branches[i]
-            draw += chunk.sample
+        digests, size, draw = result.digests, self.cache.block_tokens, -1
+        for i, (chunk, (b, turn)) in enumerate(zip(plan.chunks, flight.branches, strict=True)):
+            sample = chunk.sample
+            draw += sample
             if b.turn != turn:
                 continue  # it was preempted meanwhile, and will compute this again
             b.flying -= 1
-            b.pending -= chunk.sample
+            b.pending -= sample
             if b.ended:
                 if not b.flying:
                     self._release(b)
                 continue
-            b.computed += len(chunk.tokens)
-            self._publish(b)
-            prompt_logprobs = scores.get(i, ())
+            before = b.computed
+            b.computed = computed = before + len(chunk.tokens)
+            if computed // size != before // size:
+                self._publish(b)
+            prompt_logprobs = scores.get(i, ()) if scores else ()
             b.scored += len(prompt_logprobs)
-            if not chunk.sample:
+            if not sample:
                 if prompt_logprobs:
                     events.append(TokenEvent(b.request, b.index, prompt_logprobs=prompt_logprobs))
                 continue
@@ -485,7 +490,7 @@ class Scheduler:
                 usage = self._usage(b)
                 self._forget(b)
             new = (logprobs[draw],) if draw in logprobs else ()
-            bits = (result.digests[draw],) if draw in result.digests else ()
+            bits = (digests[draw],) if draw in digests else ()
             events.append(TokenEvent(b.request, b.index, (token,), new, prompt_logprobs, finish, None, usage, bits))
         for b, turn, end, slot in flight.saved:
             if b.turn == turn and b.computed >= end:
@@ -684,7 +689,7 @@ class Scheduler:
     def _begin(self, b: Branch, lease: Lease, match: Match) -> None:
         """Its first step, or the first one after a preemption, begins behind `match`."""
         prefixes, size, length = self.prefixes, self.cache.block_tokens, len(b.tokens)
-        b.computed = b.low = b.stored = b.keep = b.checkpoint = 0
+        b.computed = b.low = b.stored = b.keep = b.marked = b.checkpoint = 0
         b.copy, b.fresh = None, False
         if prefixes is None:
             b.miss = Miss.DISABLED
@@ -708,6 +713,7 @@ class Scheduler:
             else:
                 b.computed, b.fresh = start, True
                 b.low = 0 if b.copy is not None else start
+        b.marked = max(b.stored, *(at + windows.tokens for at in (b.low, b.keep) if at), 0)
         if not b.output_tokens:
             b.hit, b.miss = min(hit, b.prompt_tokens), miss
         if b.cache.write:
@@ -728,7 +734,8 @@ class Scheduler:
         blocks = self.cache.fork(lease, source.lease, b.prompt_tokens)
         b.copy = SlotCopy(source.lease.slot, lease.slot, blocks)
         b.computed, b.stored, b.fresh = b.prompt_tokens - 1, b.prompt_tokens, True
-        b.low, b.keep, b.checkpoint = 0, 0, 0
+        b.low = b.keep = b.checkpoint = 0
+        b.marked = b.stored
         b.keys = list(source.keys)
         size = self.cache.block_tokens
         b.hit, b.miss = b.prompt_tokens // size * size, None
@@ -784,28 +791,29 @@ class Scheduler:
             lease, tokens, start = b.lease, b.tokens, b.planned
             assert lease is not None
             b.flying += 1
-            b.planned += count
+            b.planned = end = start + count
             if start < b.images_end:
                 ahead = tuple([image for image in b.images if image.first + image.tokens > start])
-                if start + count > ahead[0].first and len(ahead) > self._rows_of.get(b.request, 0):
+                if end > ahead[0].first and len(ahead) > self._rows_of.get(b.request, 0):
                     self._rows_of[b.request] = len(ahead)
                     images.append((b.request, ahead))
-            length = b.length
-            sample = start + count == length
+            params, pending = b.params, b.pending
+            length = len(tokens) + pending
+            sample = end == length
             if count == 1 and sample:
-                ids = (PENDING if b.pending else tokens[-1],)
+                ids = (PENDING if pending else tokens[-1],)
             else:
-                ids = tuple(tokens[start : start + count]) + (PENDING,) * (start + count - len(tokens))
-            if b.params.prompt_logprobs is not None and b.asked < b.prompt_tokens:
-                first, last = max(start, b.asked - 1), min(start + count, b.prompt_tokens - 1)
+                ids = tuple(tokens[start:end]) + (PENDING,) * (end - len(tokens))
+            if b.asked < b.prompt_tokens:
+                assert params.prompt_logprobs is not None
+                first, last = max(start, b.asked - 1), min(end, b.prompt_tokens - 1)
                 if first < last:
                     b.asked = last + 1
                     targets = tuple(tokens[first + 1 : last + 1])
-                    scores.append((len(chunks), Score(first - start, targets, b.params.prompt_logprobs)))
+                    scores.append((len(chunks), Score(first - start, targets, params.prompt_logprobs)))
             chunk = Chunk(b.request, start, ids, 0, sample, lease.slot, lease.table, b.index)
-            if start < b.stored or start < b.keep + window or b.fresh:
-                chunk = replace(
-                    chunk,
+            if start < b.marked or b.fresh:
+                chunk = chunk._replace(
                     low=b.low if start < b.low + window else 0,
                     stored=b.stored if start < b.stored else 0,
                     keep=b.keep if start < b.keep + window else 0,
@@ -817,16 +825,16 @@ class Scheduler:
             if b.copy is not None:
                 copies.append(b.copy)
                 b.copy = None
-            if b.keeps_states and not (start + count) % size and start + count >= b.checkpoint:
+            if not end % size and end >= b.checkpoint and b.keeps_states:
                 place = self.cache.snapshots.reserve()
                 if place is not None:
                     saves.append(SlotCopy(lease.slot, place))
-                    saved.append((b, b.turn, start + count, place))
+                    saved.append((b, b.turn, end, place))
             if sample:
-                blocked = b.blocked if b.blocked and length - b.prompt_tokens < b.params.min_tokens else ()
+                blocked = b.blocked if b.blocked and length - b.prompt_tokens < params.min_tokens else ()
                 context = None if b.context is None else b.context[:]
-                draws.append(Draw(b.params, b.seed, length, blocked, context, b.prompt_tokens))
-                b.pending += 1
+                draws.append(Draw(params, b.seed, length, blocked, context, b.prompt_tokens))
+                b.pending = pending + 1
         self._step += 1
         if rows:
             turns = [(b, b.turn) for b in rows]

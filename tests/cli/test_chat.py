@@ -19,7 +19,7 @@ from benthic.cli.main import main
 from tests.cli.scripted import Buffered, Piece, ScriptedEngine
 
 ROOT = Path(__file__).parents[2]
-Start = Callable[..., "subprocess.Popen[bytes]"]
+Start = Callable[..., "subprocess.Popen[Any]"]
 SCRIPTED = [sys.executable, "-m", "tests.cli.scripted", "chat"]
 
 
@@ -201,7 +201,7 @@ def test_interrupt_of_a_process_that_reads_a_pipe(start: Start) -> None:
     process.send_signal(signal.SIGINT)
     rest = b""
     while b"answer 0 to b\n" not in rest:
-        rest += process.stdout.read1()
+        rest += os.read(process.stdout.fileno(), 4096)
     assert b"\n(stopped)\n answer 0 to b\n" in rest
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)  # now it waits for a line

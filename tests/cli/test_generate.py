@@ -21,7 +21,7 @@ from tests.cli import scripted
 from tests.cli.scripted import ScriptedEngine
 
 ROOT = Path(__file__).parents[2]
-Start = Callable[..., "subprocess.Popen[bytes]"]
+Start = Callable[..., "subprocess.Popen[Any]"]
 SCRIPTED = [sys.executable, "-m", "tests.cli.scripted"]
 
 
