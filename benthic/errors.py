@@ -347,6 +347,17 @@ class BadRecord(BenthicError):
         super().__init__(f"cannot go on from {path}: {detail}")
 
 
+class BadTrace(BenthicError):
+    """A file of requests to replay that cannot be read."""
+
+    code, status, exit_code = "bad_trace", 500, 2
+
+    def __init__(self, path: object, line: int, detail: str):
+        """line: counted from 1; 0: the file as a whole."""
+        where = f"{path}, line {line}" if line else f"{path}"
+        super().__init__(f"{where} is no trace: {detail}")
+
+
 # Other servers, that Benthic asks
 
 

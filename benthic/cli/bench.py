@@ -1,7 +1,7 @@
 """`benthic bench`: how fast this machine runs a model (step), what the model's text is worth (eval), what number
 formats cost in accuracy (numerics), how close kernels (kernel) and a rank of a large deployment (rank) come to what the
-hardware allows, which configurations are fastest (tune), and what it costs that bits do not depend on the batch
-(invariance). `compile` only prepares those that need a GPU.
+hardware allows, which configurations are fastest (tune), how the scheduler does on request traces (sim), and what it
+costs that bits do not depend on the batch (invariance). `compile` only prepares those that need a GPU.
 """
 
 import argparse
@@ -114,6 +114,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     cache.add_argument("--documents", type=_count, default=48, help="prompts made of them (default 48)")
     cache.set_defaults(run_bench=_cache)
+    sim = benches.add_parser("sim", help="the scheduler on request traces, on a virtual clock", allow_abbrev=False)
+    sim.add_argument(
+        "--machine",
+        choices=("h200", "here"),
+        default="h200",
+        help="whose steps: an H200 rank with V4.1-Flash, or this machine with --model (default h200)",
+    )
+    sim.add_argument("--scenarios", metavar="NAME,NAME", help="traces to run (default: all that are made up)")
+    sim.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines in the Mooncake form, instead")
+    sim.add_argument("--write-trace", type=Path, metavar="FILE", help="write such a trace, made up, and run nothing")
+    sim.add_argument("--seconds", type=float, default=120.0, metavar="S", help="of each trace (default 120)")
+    sim.set_defaults(run_bench=_sim)
     kernel = benches.add_parser("kernel", help="every kernel against the hardware's bound", allow_abbrev=False)
     kernel.add_argument("--op", metavar="NAME", help="only cases whose op or row has this in its name")
     kernel.set_defaults(run_bench=_kernel)
@@ -193,7 +205,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         bench.add_argument("--out", default="results", metavar="DIR", help="folder of results (default results)")
         bench.add_argument("--no-save", action="store_true", help="write no file")
         bench.add_argument("--seed", type=_count, default=0, help="of random operands (default 0)")
-    for bench, skip in ((step, ()), (text, ("model",)), (accuracy, ("numerics",))):
+    for bench, skip in ((step, ()), (text, ("model",)), (accuracy, ("numerics",)), (cache, ()), (sim, ())):
         bench.add_argument("--json", action="store_true", help="the whole report as one JSON object")
         bench.add_argument("--out", default="results", metavar="DIR", help="folder of results (default results)")
         bench.add_argument("--no-save", action="store_true", help="write no file")
@@ -424,6 +436,45 @@ def _needles(path: Path, count: int, seed: int) -> tuple[tuple[str, str], ...]:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def _sim(args: argparse.Namespace) -> int:
+    settings = config.from_arguments(args)
+    from benthic.engine.cost import CostModel
+    from benthic.sim import run, scenarios, trace
+    from benthic.sim.engine import Machine
+
+    if args.write_trace:
+        lines = trace.conversations(args.seed, seconds=args.seconds, rate=scenarios.H200.hashed_rate)
+        trace.write(args.write_trace, lines)
+        _say(f"{len(lines)} requests in {args.write_trace}")
+        return 0
+    known = {scenario.name: scenario for scenario in scenarios.SCENARIOS}
+    names = [name.strip() for name in args.scenarios.split(",")] if args.scenarios else list(known)
+    if unknown := set(names) - set(known):
+        raise BenchError("scheduling", f"no scenario {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    chosen = [known[name] for name in names]
+    if args.trace:
+        arrivals = trace.read(args.trace)
+        chosen = [scenarios.Scenario(args.trace.name, lambda *_: arrivals)]
+    if args.machine == "h200":
+        scale, machine = scenarios.H200, Machine("H200 rank, V4.1-Flash", CostModel(scenarios.H200_RANK))
+    else:
+        from benthic.sim.fit import fit
+
+        _say("measuring steps")
+        scale, machine = scenarios.SMALL, fit(settings, args.seed)
+    from benthic.bench import report
+
+    found = report.header("sim", args.seed, {"seconds": args.seconds, "machine": args.machine})
+    found |= run.run(scale, machine, chosen, seconds=args.seconds, seed=args.seed, say=_say)
+    name = "sim-h200" if args.machine == "h200" else f"sim-{Path(settings.model).name}"
+    name += "" if chosen == scenarios.SCENARIOS else f"-{'-'.join(one.name.replace(' ', '-') for one in chosen)}"
+    shown = _show(args, found, name, run.table(found) + "\n" + report.table(found["measures"]))
+    if not args.no_save:
+        drawn = run.picture(found, Path(args.out) / report.slug(found["hardware"]) / f"{name}.png")
+        _say(f"drawn in {drawn}")
+    return shown
 
 
 def _kernel(args: argparse.Namespace) -> int:

@@ -429,11 +429,7 @@ class Scheduler:
                     room.take(count, self.cost.chunk_seconds(b.planned, count))
             if self._num_waiting and self.preemptions == preempted:
                 self._start_waiting(rows, room)
-        plan = self._plan_of(rows)
-        for b in self._parked:
-            self._release(b)  # copies of its state are made before anything of this plan, or a later one, is written
-        self._parked.clear()
-        return plan
+        return self._plan_of(rows)
 
     def plan_over(self) -> StepPlan | None:
         """A step that computes nothing and lets go of image rows; None: there are none to let go of."""
@@ -835,6 +831,9 @@ class Scheduler:
                 context = None if b.context is None else b.context[:]
                 draws.append(Draw(params, b.seed, length, blocked, context, b.prompt_tokens))
                 b.pending = pending + 1
+        for b in self._parked:
+            self._release(b)  # copies of its state are made before anything of this plan, or a later one, is written
+        self._parked.clear()
         self._step += 1
         if rows:
             turns = [(b, b.turn) for b in rows]

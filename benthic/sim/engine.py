@@ -1,0 +1,124 @@
+"""One engine on a virtual clock: the real scheduler and cache, and a machine whose steps take what a cost model says.
+
+Nothing is computed; a request's answer is one id, repeated. Steps follow each other without a pause while there is
+work, and each takes the machine's time for its shape, some noise, and the host's.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from benthic.engine.cost import CostModel, Shape, calibrate
+from benthic.errors import BenchError, BenthicError
+from benthic.sim.policies import Policy, World
+from benthic.sim.trace import Arrival
+from benthic.types import Request, SamplingParams, StepPlan, StepResult
+
+HOST_SECONDS = 150e-6  # of a step, planned and committed
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What steps really take; the scheduler's own cost model has to find that out."""
+
+    name: str
+    cost: CostModel
+    noise: float = 0.03  # standard deviation of a step's time, relative
+    stall: float = 0.001  # share of steps that take five times as long
+
+
+@dataclass(slots=True)
+class Life:
+    """What became of a request, seconds on the virtual clock."""
+
+    arrival: Arrival
+    begun: float | None = None  # the first of its rows is in a step
+    tokens: list[float] = field(default_factory=list[float])  # when each was there
+    ended: float | None = None
+    cached: int = 0  # prompt tokens that were found
+    error: BenthicError | None = None
+
+    @property
+    def ttft(self) -> float:
+        return self.tokens[0] - self.arrival.at
+
+    @property
+    def gaps(self) -> list[float]:
+        return [b - a for a, b in zip(self.tokens, self.tokens[1:], strict=False)]
+
+
+@dataclass(slots=True)
+class Outcome:
+    policy: str
+    lives: list[Life]
+    seconds: float = 0.0  # until the last answer is complete
+    steps: int = 0
+    rows: int = 0
+    preemptions: int = 0
+    cost_error: float = 0.0
+    widest: list[float] = field(default_factory=list[float])  # seconds of steps with decode rows
+
+
+def simulate(trace: Sequence[Arrival], policy: Policy, world: World, machine: Machine, seed: int = 0) -> Outcome:
+    """Run a trace, in order of time, to its end. Raises BenchError where steps do nothing any more."""
+    rng = random.Random(seed)
+    cost = CostModel()
+    calibrated = [0.0]
+
+    def took(plan: StepPlan) -> float:
+        slow = 5.0 if rng.random() < machine.stall else 1.0
+        return machine.cost.seconds(Shape.of(plan)) * slow * max(rng.gauss(1.0, machine.noise), 0.5)
+
+    def run(plan: StepPlan) -> None:
+        calibrated[0] += took(plan)
+
+    calibrate(
+        cost,
+        run,
+        slots=world.slots,
+        blocks=world.blocks,
+        block_tokens=128,
+        token_budget=world.token_budget,
+        max_context_tokens=world.context,
+        clock=lambda: calibrated[0],
+    )
+    scheduler = policy.build(world, cost)
+    lives = [Life(arrival) for arrival in trace]
+    outcome, now, coming, idle = Outcome(policy.name, lives), 0.0, 0, 0
+    while coming < len(trace) or scheduler.unfinished:
+        if not scheduler.unfinished:
+            now = max(now, trace[coming].at)
+        while coming < len(trace) and trace[coming].at <= now:
+            scheduler.now = trace[coming].at
+            scheduler.admit([_request(coming, trace[coming])])
+            coming += 1
+        scheduler.now = now
+        plan = scheduler.plan()
+        for chunk in plan.chunks:
+            if lives[chunk.request].begun is None:
+                lives[chunk.request].begun = now
+        seconds = took(plan) if plan.chunks else 0.0
+        now += seconds + HOST_SECONDS
+        outcome.steps += 1
+        outcome.rows += plan.tokens
+        shape = Shape.of(plan)
+        if plan.chunks:
+            cost.observe(shape, seconds)
+            idle = 0
+        else:
+            idle += 1
+            if idle > 1000:
+                raise BenchError(f"{policy.name} on this trace", f"{scheduler.unfinished} requests do not go on")
+        drawn = [trace[chunk.request].reply for chunk in plan.chunks if chunk.sample]
+        for event in scheduler.commit(plan, StepResult(drawn)):
+            life = lives[event.request]
+            life.tokens += [now] * len(event.tokens)
+            if event.usage is not None:
+                life.ended, life.error, life.cached = now, event.error, event.usage.cached_tokens
+    outcome.seconds, outcome.preemptions, outcome.cost_error = now, scheduler.preemptions, cost.error
+    return outcome
+
+
+def _request(number: int, arrival: Arrival) -> Request:
+    params = SamplingParams(temperature=0.0, max_tokens=arrival.output, ignore_eos=True)
+    return Request(number, arrival.ids(), params, 0, arrival.priority, arrival.at)

@@ -1,0 +1,75 @@
+"""What is compared: the engine's scheduler, and two simpler rules on top of the same code.
+
+`ours`          prompts get what the latency target leaves beside decode rows.
+`fixed N`       every step has up to N rows, decode rows first, whatever that takes.
+`prefill first` prompts are computed as soon as they are there, in steps of their own; decode rows wait meanwhile.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from benthic.cache.manager import CacheManager
+from benthic.cache.replay import Windows
+from benthic.engine.cost import CostModel
+from benthic.engine.scheduler import Prefixes, Scheduler
+from benthic.sim.trace import VOCAB_SIZE
+from benthic.types import StepPlan
+
+
+class PrefillFirst(Scheduler):
+    """Steps of prompts alone as long as there are prompts."""
+
+    def plan(self) -> StepPlan:
+        rows = {}
+        room = self._room(rows)
+        for b in tuple(self.running):
+            count = self._chunk_rows(b, room) if b.lease is not None and b.length - b.planned > 1 else 0
+            if count and self._make_room(b, b.planned + count, rows):
+                rows[b] = count
+                room.take(count, 0.0)
+        if self._num_waiting:
+            self._start_waiting(rows, room)
+        return self._plan_of(rows) if rows else super().plan()
+
+
+class World(NamedTuple):
+    """What the engine of a simulation has."""
+
+    slots: int
+    blocks: int
+    token_budget: int
+    context: int
+    windows: Windows
+    snapshots: int = 64
+
+
+class Policy(NamedTuple):
+    name: str
+    build: Callable[[World, CostModel], Scheduler]
+
+
+def _scheduler(
+    kind: type[Scheduler], world: World, cost: CostModel, budget: int | None = None, **settings: float
+) -> Scheduler:
+    cache = CacheManager(world.blocks + 1, world.slots + 1, prefix=True, snapshots=world.snapshots)
+    return kind(
+        cache,
+        token_budget=max(budget or world.token_budget, world.slots),
+        max_context_tokens=world.context,
+        vocab_size=VOCAB_SIZE,
+        prefixes=Prefixes(windows=world.windows, mode="snapshot"),
+        cost=cost,
+        **settings,  # type: ignore[arg-type]
+    )
+
+
+def ours(stretch: float = 1.8) -> Policy:
+    return Policy("ours", lambda world, cost: _scheduler(Scheduler, world, cost, itl_stretch=stretch))
+
+
+def fixed(rows: int) -> Policy:
+    return Policy(f"fixed {rows}", lambda world, cost: _scheduler(Scheduler, world, cost, rows))
+
+
+def prefill_first() -> Policy:
+    return Policy("prefill first", lambda world, cost: _scheduler(PrefillFirst, world, cost))

@@ -1,0 +1,158 @@
+"""The traces that policies are compared on, the machines they run on, and what is reported of a run."""
+
+from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+from benthic.cache.replay import Windows
+from benthic.engine.cost import Coefficients
+from benthic.sim import trace
+from benthic.sim.engine import Life, Outcome
+from benthic.sim.policies import Policy, World, fixed, ours, prefill_first
+from benthic.sim.trace import Arrival, Lengths
+
+# One rank of eight with V4.1-Flash on an H200, from docs/decisions/0002-hopper.md: 64 decode rows at 32K take 25.7 ms,
+# of which index scans are 0.8; 384 rows take 60.1; a prompt of 32K goes at 12 900 tokens a second through all layers.
+# That a tenth of the prompt's time grows with the tokens before it is assumed.
+H200_RANK = Coefficients(fixed=18.0e-3, decode=1.075e-4, row=7.0e-5, context=3.8e-10, pair=4.6e-10)
+
+
+class Scale(NamedTuple):
+    """How large traces are for a machine."""
+
+    world: World
+    rate: float  # chats a second
+    lengths: Lengths
+    long_tokens: int
+    long_every: float  # seconds
+    agents: int  # sessions in 100 seconds
+    turn: tuple[int, int, int]  # tokens: system prompt, new ones of a turn, most of a session
+    hashed_rate: float  # conversations of the Mooncake form that begin in a second; 0: too long for this machine
+    fixed: tuple[int, ...]  # rows a step, of the policies with fixed chunks
+
+
+H200 = Scale(
+    world=World(slots=128, blocks=60000, token_budget=8192, context=131072, windows=Windows(128, 21, 20)),
+    rate=4.0,
+    lengths=Lengths(400, 250, 16384),
+    long_tokens=65536,
+    long_every=20.0,
+    agents=60,
+    turn=(3000, 400, 60000),
+    hashed_rate=0.25,
+    fixed=(512, 2048, 8192),
+)
+SMALL = Scale(
+    world=World(slots=32, blocks=2000, token_budget=1024, context=16384, windows=Windows(128, 3, 3), snapshots=32),
+    rate=2.0,
+    lengths=Lengths(120, 80, 2000),
+    long_tokens=12000,
+    long_every=20.0,
+    agents=30,
+    turn=(800, 120, 8000),
+    hashed_rate=0.0,
+    fixed=(128, 512, 1024),
+)
+
+
+def policies(scale: Scale) -> list[Policy]:
+    return [ours(), *(fixed(rows) for rows in scale.fixed), prefill_first()]
+
+
+class Scenario(NamedTuple):
+    name: str
+    make: Callable[[Scale, int, float], list[Arrival]]
+    calm: str | None = None  # the scenario that it is without what is hard about it
+
+
+def _chat(scale: Scale, seed: int, seconds: float) -> list[Arrival]:
+    return trace.poisson(seed, seconds=seconds, rate=scale.rate, lengths=scale.lengths)
+
+
+def _long(scale: Scale, seed: int, seconds: float) -> list[Arrival]:
+    many = trace.long_prompts(seed, seconds=seconds, every=scale.long_every, tokens=scale.long_tokens)
+    return trace.merged(_chat(scale, seed, seconds), many)
+
+
+def _bursts(scale: Scale, seed: int, seconds: float) -> list[Arrival]:
+    size = round(10 * scale.rate)
+    some = trace.poisson(seed, seconds=seconds, rate=scale.rate / 2, lengths=scale.lengths)
+    return trace.merged(some, trace.bursts(seed, seconds=seconds, every=20.0, size=size, lengths=scale.lengths))
+
+
+def _agents(scale: Scale, seed: int, seconds: float) -> list[Arrival]:
+    system, new, most = scale.turn
+    sessions = max(round(scale.agents * seconds / 100), 1)
+    return trace.agents(seed, seconds=seconds, sessions=sessions, system=system, new=new, most=most)
+
+
+def _hashed(scale: Scale, seed: int, seconds: float) -> list[Arrival]:
+    return trace.parse(trace.conversations(seed, seconds=seconds, rate=scale.hashed_rate))
+
+
+SCENARIOS = [
+    Scenario("chat", _chat),
+    Scenario("long prompts", _long, calm="chat"),
+    Scenario("bursts", _bursts, calm="chat"),
+    Scenario("agents", _agents),
+    Scenario("conversations", _hashed),
+]
+
+
+# ---- what is said about a run ----------------------------------------------------------------------------------------
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that so many are not above; 0 of none."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+
+def measures(outcome: Outcome) -> dict[str, float]:
+    """Seconds, tokens a second, shares."""
+    lives = outcome.lives
+    answered = [life for life in lives if life.tokens]
+    gaps = [gap for life in answered for gap in life.gaps]
+    prompts = sum(life.arrival.prompt_tokens for life in answered)
+    found = {
+        "requests": len(lives),
+        "unanswered": sum(life.ended is None or not life.tokens for life in lives),
+        "output_tokens_per_second": sum(len(life.tokens) for life in lives) / outcome.seconds,
+        "prompt_tokens_per_second": prompts / outcome.seconds,
+        "hit_share": sum(life.cached for life in answered) / max(prompts, 1),
+        "itl_p50": quantile(gaps, 0.5),
+        "itl_p99": quantile(gaps, 0.99),
+        "itl_max": max(gaps, default=0.0),
+        "longest_wait": max((_wait(life, outcome) for life in lives), default=0.0),
+        "preemptions": outcome.preemptions,
+        "steps": outcome.steps,
+        "cost_error": outcome.cost_error,
+    }
+    for kind, name in ((None, "ttft"), *((kind, f"ttft_{kind}") for kind in _kinds(lives))):
+        firsts = [life.ttft for life in answered if kind is None or life.arrival.kind == kind]
+        found |= {f"{name}_p50": quantile(firsts, 0.5), f"{name}_p99": quantile(firsts, 0.99)}
+    return found
+
+
+def _wait(life: Life, outcome: Outcome) -> float:
+    return (outcome.seconds if life.begun is None else life.begun) - life.arrival.at
+
+
+def _kinds(lives: Iterable[Life]) -> list[str]:
+    found = sorted({life.arrival.kind for life in lives})
+    return found if len(found) > 1 else []
+
+
+def jain(shares: Sequence[float]) -> float:
+    """Jain's index of fairness: 1 when all are equal, 1/n when one has everything."""
+    return fmean(shares) ** 2 / fmean(share * share for share in shares) if any(shares) else 1.0
+
+
+def curve(outcome: Outcome, most: int = 400) -> list[float]:
+    """Gaps between tokens, every so many of them in order of size, the largest ones all: what a plot needs."""
+    gaps = sorted(gap for life in outcome.lives for gap in life.gaps)
+    count = len(gaps)
+    at = sorted({*(round(i * (count - 1) / most) for i in range(most + 1)), *range(max(count - 50, 0), count)})
+    return [gaps[i] for i in at] if gaps else []
