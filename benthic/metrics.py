@@ -1,5 +1,7 @@
 """Every metric, declared once: name, base unit, labels from closed sets, and where it is measured.
 
+The engine brings its own up to date twice a second and whenever it comes to rest.
+
 They are prometheus-client objects in a registry of their own; `exposition` is what a scraper reads. Names follow the
 ones that users of other engines know, with the prefix `benthic_`.
 """
@@ -68,6 +70,17 @@ REQUESTS_FINISHED = counter(
     ["reason"],
 )
 STEP_SECONDS = histogram("benthic_step_seconds", "one engine step, from plan to commit", SECONDS)
+HOST_SECONDS = histogram(
+    "benthic_step_host_seconds",
+    "what the loop itself adds to a step: messages, plan, commit, events; the runner left out",
+    (2e-5, 5e-5, 1e-4, 1.5e-4, 2e-4, 3e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 0.1),
+)
+DEVICE_SECONDS = counter("benthic_device_busy_seconds_total", "time in which the device was busy with steps")
+DEVICE_IDLE = gauge(
+    "benthic_device_idle_ratio",
+    "share of the time between the ends of steps in which the device was not busy, over about the last 50 steps; "
+    "time without requests does not count",
+)
 STEP_COST_ERROR = gauge(
     "benthic_step_cost_error_ratio",
     "how far a step's time usually is from the predicted one, over the predicted; as steps are committed",
@@ -87,7 +100,7 @@ def markdown() -> str:
         "<!-- generated from benthic/metrics.py by `make docs`; edit there -->",
         "",
         "`benthic.metrics.exposition()` returns all of them in the Prometheus text format. Units are seconds, tokens,",
-        "blocks and requests.",
+        "blocks and requests. The engine brings its own up to date twice a second and whenever it comes to rest.",
         "",
         "| name | kind | labels | measured |",
         "| --- | --- | --- | --- |",

@@ -337,6 +337,7 @@ class StepResult:
         default_factory=dict[int, tuple[TokenLogprobs, ...]]
     )  # index of the chunk -> prompt rows
     digests: dict[int, bytes] = field(default_factory=dict[int, bytes])  # index of the draw -> of the logits
+    device_seconds: float = 0.0  # for which the device was busy with it, and with earlier ones that decided nothing
 
 
 class Usage(NamedTuple):

@@ -263,11 +263,10 @@ class _Stream:
             last = {"finish_reason": finish_reason, "error": event.error}
         if not shown and (event.tokens or last):
             shown = [{}]
-        pieces = [Piece(self.prompt, self.choice, **fields) for fields in shown]
-        if pieces:
-            pieces[0] = replace(pieces[0], token_ids=event.tokens, logprobs=event.logprobs)
-            pieces[-1] = replace(pieces[-1], **last)
-        return pieces
+        if shown:
+            shown[0] |= {"token_ids": event.tokens, "logprobs": event.logprobs}
+            shown[-1] |= last
+        return [Piece(self.prompt, self.choice, **fields) for fields in shown]
 
     def _timing(self) -> Timing:
         now = perf_counter()

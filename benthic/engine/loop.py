@@ -11,7 +11,9 @@ from benthic.engine.cost import Shape
 from benthic.engine.scheduler import Scheduler
 from benthic.types import Abort, Request, StepPlan, StepResult, TokenEvent
 
+TELL_SECONDS = 0.5  # that metrics may lag behind while steps run
 _STEPS_KEPT = 4096
+_IDLE_STEPS = 50  # over which the idle share is averaged
 _DECODES_SHOWN = 4  # one decode step in so many is shown to the cost model
 
 
@@ -57,23 +59,37 @@ class Runs(Protocol):
     def close(self) -> None: ...
 
 
-class _Flight(NamedTuple):
-    """A step that runs."""
-
-    plan: StepPlan
-    result: Callable[[], StepResult]
-    plan_seconds: float
-    began: float
-
-
 class StepTimes(NamedTuple):
     """Where one step's time went, seconds; how large it was."""
 
     requests: int
     tokens: int
-    plan: float
-    run: float
-    commit: float
+    plan: float  # messages taken, and what to compute decided
+    begin: float  # until the runner had begun it; on a CPU, without steps begun ahead, that is all its work
+    wait: float  # for its result
+    commit: float  # result taken, events made and sent
+    device: float  # that the device was busy with it
+    period: float  # from the end of the step before, or, when there was nothing to do, from its own beginning
+
+    @property
+    def run(self) -> float:
+        """What the runner took of the loop's time."""
+        return self.begin + self.wait
+
+    @property
+    def own(self) -> float:
+        """The loop's own cost: planned and committed."""
+        return self.plan + self.commit
+
+
+class _Flight(NamedTuple):
+    """A step that runs."""
+
+    plan: StepPlan
+    result: Callable[[], StepResult]
+    began: float
+    plan_seconds: float
+    begin_seconds: float
 
 
 class Loop:
@@ -91,8 +107,14 @@ class Loop:
         self._flight: _Flight | None = None  # the step that runs
         self.inbox, self.outbox = Inbox(), Outbox()
         self._landed = 0.0  # when the last step's result was there
+        self._since = 0.0  # from when on there has been something to do without a pause, or the last step ended
         self.times: deque[StepTimes] = deque(maxlen=_STEPS_KEPT)  # the last steps, newest last
-        self._preemptions = self._evictions = 0  # as far as they are counted
+        self._idle = 0.0  # share of the time, over the last steps, in which the device had nothing to do
+        # what the metrics do not say yet, and since when
+        self._told = 0.0
+        self._tokens = self._preemptions = self._evictions = 0
+        self._ended: list[TokenEvent] = []
+        self._steps: list[tuple[StepTimes, float]] = []  # times, and seconds from plan to commit
 
     @property
     def busy(self) -> bool:
@@ -104,6 +126,8 @@ class Loop:
         self.scheduler.admit(self.inbox.drain())
         self._let_go()
         self._send(self.scheduler.take_news())
+        if not self.scheduler.unfinished:
+            self._tell(perf_counter())
 
     def step(self) -> None:
         """One step further. If the runner raises, the step's sequences wait to be computed again and the error goes on.
@@ -111,6 +135,8 @@ class Loop:
         Ahead, that is: the next step is begun, and the one that runs is waited for and committed.
         """
         begun = perf_counter()
+        if not self.scheduler.unfinished and self._flight is None:
+            self._since = begun
         self.scheduler.now = self.clock()
         self.scheduler.admit(self.inbox.drain())
         plan = self.scheduler.plan()
@@ -122,14 +148,17 @@ class Loop:
             self.scheduler.discard(plan)
             self._flight = before
             raise
-        new = _Flight(plan, result, planned - begun, begun) if plan.chunks else None
+        new = _Flight(plan, result, begun, planned - begun, perf_counter() - planned) if plan.chunks else None
         if not self.ahead:
             self._land(new)
         else:
             self._flight = new
             self._land(before)
-        if not self.scheduler.unfinished and self._flight is None:  # no other plan may come
+        at_rest = not self.scheduler.unfinished and self._flight is None  # no other plan may come
+        if at_rest:
             self._let_go()
+        if at_rest or begun - self._told > TELL_SECONDS:
+            self._tell(begun)
 
     def close(self) -> None:
         """Wait for what runs, and begin nothing any more."""
@@ -154,11 +183,13 @@ class Loop:
             raise
         ran = perf_counter()
         self._send(self.scheduler.commit(plan, result))
-        done = perf_counter()
         self._learn(plan, ran - max(flight.began, self._landed))
-        self._landed = ran
-        self.times.append(StepTimes(len(plan.chunks), plan.tokens, flight.plan_seconds, ran - waited, done - ran))
-        self._measure(plan, done - flight.began)
+        period, self._since, self._landed = ran - self._since, ran, ran
+        done = perf_counter()
+        spent = flight.plan_seconds, flight.begin_seconds, ran - waited, done - ran, result.device_seconds, period
+        times = StepTimes(len(plan.chunks), plan.tokens, *spent)
+        self.times.append(times)
+        self._steps.append((times, done - flight.began))
 
     def _learn(self, plan: StepPlan, seconds: float) -> None:
         """Show the cost model a step that is over. Of decode steps, which are many and alike, some are enough."""
@@ -166,7 +197,6 @@ class Loop:
         if not cost.ready or plan.images or (plan.tokens == len(plan.chunks) and plan.step % _DECODES_SHOWN):
             return
         cost.observe(Shape.of(plan), seconds)
-        metrics.STEP_COST_ERROR.set(cost.error)
 
     def _let_go(self) -> None:
         """Tell the runner of image rows that nobody reads any more."""
@@ -176,28 +206,42 @@ class Loop:
 
     def _send(self, events: list[TokenEvent]) -> None:
         self.outbox.send(events)
-        metrics.GENERATION_TOKENS.inc(sum(len(event.tokens) for event in events))
         for event in events:
+            self._tokens += len(event.tokens)
             if event.usage is not None:
-                metrics.PROMPT_TOKENS.inc(event.usage.prompt_tokens)
-                metrics.CACHED_PROMPT_TOKENS.inc(event.usage.cached_tokens)
-                if event.usage.miss is not None:
-                    metrics.PREFIX_MISSES.labels(event.usage.miss.value).inc()
-            if event.finish is not None or event.error is not None:
-                reason = "error" if event.finish is None else event.finish.value
-                metrics.REQUESTS_FINISHED.labels(reason).inc()
+                self._ended.append(event)
 
-    def _measure(self, plan: StepPlan, seconds: float) -> None:
-        scheduler, blocks = self.scheduler, self.scheduler.cache.blocks
+    def _tell(self, now: float) -> None:
+        """Bring the metrics up to date. Not with every step: it costs as much as planning one."""
+        self._told = now
+        metrics.GENERATION_TOKENS.inc(self._tokens)
+        self._tokens = 0
+        for event in self._ended:
+            assert event.usage is not None
+            metrics.PROMPT_TOKENS.inc(event.usage.prompt_tokens)
+            metrics.CACHED_PROMPT_TOKENS.inc(event.usage.cached_tokens)
+            if event.usage.miss is not None:
+                metrics.PREFIX_MISSES.labels(event.usage.miss.value).inc()
+            reason = "error" if event.finish is None else event.finish.value
+            metrics.REQUESTS_FINISHED.labels(reason).inc()
+        self._ended.clear()
+        for times, seconds in self._steps:
+            metrics.COMPUTED_TOKENS.inc(times.tokens)
+            metrics.STEP_SECONDS.observe(seconds)
+            metrics.HOST_SECONDS.observe(times.own)
+            metrics.DEVICE_SECONDS.inc(times.device)
+            idle = max(1.0 - times.device / max(times.period, 1e-9), 0.0)
+            self._idle += (idle - self._idle) / _IDLE_STEPS
+        self._steps.clear()
+        metrics.DEVICE_IDLE.set(self._idle)
+        scheduler, cache = self.scheduler, self.scheduler.cache
         metrics.REQUESTS_WAITING.set(scheduler.waiting)
         metrics.REQUESTS_RUNNING.set(len(scheduler.running))
-        metrics.KV_BLOCKS.set(blocks.usable)
-        metrics.KV_BLOCKS_USED.set(blocks.usable - blocks.free)
-        metrics.PREEMPTIONS.inc(scheduler.preemptions - self._preemptions)
-        self._preemptions = scheduler.preemptions
-        cache = scheduler.cache
-        metrics.EVICTIONS.inc(cache.evictions - self._evictions)
-        self._evictions = cache.evictions
+        metrics.KV_BLOCKS.set(cache.blocks.usable)
+        metrics.KV_BLOCKS_USED.set(cache.blocks.usable - cache.blocks.free)
         metrics.CACHED_BLOCKS.set(cache.cached_blocks)
-        metrics.COMPUTED_TOKENS.inc(plan.tokens)
-        metrics.STEP_SECONDS.observe(seconds)
+        metrics.PREEMPTIONS.inc(scheduler.preemptions - self._preemptions)
+        metrics.EVICTIONS.inc(cache.evictions - self._evictions)
+        self._preemptions, self._evictions = scheduler.preemptions, cache.evictions
+        if scheduler.cost.ready:
+            metrics.STEP_COST_ERROR.set(scheduler.cost.error)

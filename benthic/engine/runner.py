@@ -1,5 +1,6 @@
 """Batch -> StepResult on this rank: forward, log-probabilities of prompts, sample, one copy back."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
@@ -83,13 +84,12 @@ class Runner:
         ahead          steps may be begun before the one before them is over: on a CPU, by a thread of the runner's own.
         """
         self.model, self.storage, self.sampler, self.deterministic = model, storage, sampler, deterministic
-        self.forward_seconds = 0.0  # of the last step: batch, forward and logits; on a GPU, until they are enqueued
-        self.sample_seconds = 0.0  # of the last step; on a GPU, until they are here
         on_device = storage.device.type == "cuda" if on_device is None else on_device
         self._uploads = batches.Uploads(storage) if on_device else None
         self._graphs: Graphs[Decided] | None = None
         self._images: dict[int, batches.ImageRows] = {}  # by request
         self._backs = [_Back(storage.num_slots, storage.device) for _ in range(2)]  # one for each step in flight
+        self._watch = _Watch(storage.device)
         self._ahead = ahead
         self._worker = ThreadPoolExecutor(1, "benthic-step") if ahead and not on_device else None
 
@@ -153,7 +153,6 @@ class Runner:
         for request in plan.over:
             self._images.pop(request, None)
         if not plan.chunks:
-            self.forward_seconds = self.sample_seconds = 0.0
             return lambda: StepResult([])
         for copy in plan.copies:
             self.storage.copy(*copy)
@@ -202,22 +201,20 @@ class Runner:
         batches.remember(batch, self.storage)
         scores = self._scores(plan, batch, hidden) if plan.scores else {}
         if not plan.draws:
-            self.forward_seconds, self.sample_seconds = perf_counter() - started, 0.0
-            return StepResult([], scores=scores)
+            return StepResult([], scores=scores, device_seconds=perf_counter() - started)
         rows = hidden if len(plan.draws) == hidden.shape[0] else hidden[batch.outputs.logit_rows]
         logits = self.model.logits(rows)  # [R, V]
-        computed = perf_counter()
         sampled = self.sampler(logits, plan.draws, [chunk.request for chunk in plan.chunks if chunk.sample])
         if self._ahead:
             slots = [chunk.slot for chunk in plan.chunks if chunk.sample]
             self.storage.last_token[torch.tensor(slots)] = torch.tensor(sampled.tokens)
-        self.forward_seconds, self.sample_seconds = computed - started, perf_counter() - computed
-        return StepResult(sampled.tokens, sampled.failures, sampled.logprobs, scores, sampled.digests)
+        took = perf_counter() - started
+        return StepResult(sampled.tokens, sampled.failures, sampled.logprobs, scores, sampled.digests, took)
 
     # ---- on a GPU ----------------------------------------------------------------------------------------------------
 
     def _start_on_device(self, plan: StepPlan, uploads: batches.Uploads) -> Callable[[], StepResult]:
-        started = perf_counter()
+        self._watch.begin()
         chunks, graphs, scores = plan.chunks, self._graphs, {}
         placement = batches.place(chunks, self._images)
         one_each = all([len(chunk.tokens) == 1 and chunk.before is None for chunk in chunks])
@@ -232,8 +229,8 @@ class Runner:
             decided = self._compute(step)
             rows = list(range(len(plan.draws)))
             scores = self._scores(plan, step.batch, decided.hidden) if plan.scores else {}
+        self._watch.end()
         if not plan.draws:
-            self.forward_seconds, self.sample_seconds = perf_counter() - started, 0.0
             return lambda: StepResult([], scores=scores)
         self._backs.reverse()
         back = self._backs[0]
@@ -242,16 +239,14 @@ class Runner:
         logits = decided.logits  # a graph's are overwritten by the next replay
         if special:
             logits = logits[torch.tensor([rows[i] for i in special], device=logits.device)]
-        enqueued = perf_counter()
 
         @torch.inference_mode()
         def result() -> StepResult:
-            asked = perf_counter()
             requests = [chunk.request for chunk in chunks if chunk.sample]
             tokens, peaks = back.wait()
+            busy = self._watch.seconds()
             sampled = self.sampler.finish_rows(tokens, peaks, logits, rows, plan.draws, requests, special)
-            self.forward_seconds, self.sample_seconds = enqueued - started, perf_counter() - asked
-            return StepResult(sampled.tokens, sampled.failures, sampled.logprobs, scores, sampled.digests)
+            return StepResult(sampled.tokens, sampled.failures, sampled.logprobs, scores, sampled.digests, busy)
 
         return result
 
@@ -281,6 +276,42 @@ class Runner:
                 entries += self.sampler.score(logits, targets, score.top)
             scores[index] = tuple(entries)
         return scores
+
+
+class _Watch:
+    """How long the device was busy with steps, read without waiting for it."""
+
+    def __init__(self, device: torch.device):
+        self._timed = device.type == "cuda"
+        self._began = 0.0
+        self._mark = self._event() if self._timed else None
+        self._taken = 0.0  # seconds not told yet, where the host itself computes
+        self._steps: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # not told yet
+
+    def begin(self) -> None:
+        self._began = perf_counter()
+        if self._timed:
+            self._mark = self._event()
+            self._mark.record()
+
+    def end(self) -> None:
+        if self._mark is not None:
+            over = self._event()
+            over.record()
+            self._steps.append((self._mark, over))
+        else:
+            self._taken += perf_counter() - self._began
+
+    def seconds(self) -> float:
+        """Of all steps that are over and were not told yet."""
+        taken, self._taken = self._taken, 0.0
+        while self._steps and self._steps[0][1].query():
+            began, over = self._steps.popleft()
+            taken += began.elapsed_time(over) / 1e3
+        return taken
+
+    def _event(self) -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=True)
 
 
 class _Back:

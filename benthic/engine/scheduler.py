@@ -230,7 +230,8 @@ class _Flight(NamedTuple):
     """A step that runs."""
 
     step: int
-    branches: list[tuple[Branch, int]]  # of each chunk, and its turn
+    branches: list[Branch]  # of each chunk
+    turns: list[int]  # of each of them
     saved: list[tuple[Branch, int, int, int]]  # branch, turn, tokens before the state, slot it is saved to
     images: list[int]  # requests whose image rows it makes
 
@@ -448,7 +449,7 @@ class Scheduler:
         assert flight.step == plan.step, f"step {plan.step} is not the oldest in flight, {flight.step} is"
         tokens, failures, logprobs, scores = result.tokens, result.failures, result.logprobs, result.scores
         digests, size, draw = result.digests, self.cache.block_tokens, -1
-        for i, (chunk, (b, turn)) in enumerate(zip(plan.chunks, flight.branches, strict=True)):
+        for i, (chunk, b, turn) in enumerate(zip(plan.chunks, flight.branches, flight.turns, strict=True)):
             sample = chunk.sample
             draw += sample
             if b.turn != turn:
@@ -512,7 +513,7 @@ class Scheduler:
                 self._rows_of.pop(request, None)
             for _, _, _, slot in flight.saved:
                 self.cache.snapshots.free(slot)
-            for b, turn in flight.branches:
+            for b, turn in zip(flight.branches, flight.turns, strict=True):
                 if b.turn != turn or b.lease is None:
                     continue  # seen to already
                 b.flying = 0
@@ -526,7 +527,7 @@ class Scheduler:
     def check_invariants(self) -> None:
         """For tests: blocks have as many owners as they say, slots one, and every branch is in exactly one place."""
         self.cache.check()
-        flying = {b for flight in self._flights for b, turn in flight.branches if b.turn == turn}
+        flying = {b for f in self._flights for b, turn in zip(f.branches, f.turns, strict=True) if b.turn == turn}
         holders = [b for b in {*self.running, *flying, *self._parked} if b.lease is not None]
         owners = Counter(block for b in holders if b.lease for block in b.lease.blocks)
         owners += Counter(self.cache.pinned)
@@ -836,8 +837,9 @@ class Scheduler:
         self._parked.clear()
         self._step += 1
         if rows:
-            turns = [(b, b.turn) for b in rows]
-            self._flights.append(_Flight(self._step, turns, saved, [request for request, _ in images]))
+            branches = list(rows)
+            made = [request for request, _ in images]
+            self._flights.append(_Flight(self._step, branches, [b.turn for b in branches], saved, made))
         edges = tuple(copies), tuple(saves)
         return StepPlan(self._step, tuple(chunks), tuple(draws), tuple(scores), over, tuple(images), *edges)
 
