@@ -14,7 +14,7 @@ from benthic.kernels import compress as plain
 from benthic.kernels import kv_copy as records
 from benthic.kernels.triton.kv_copy import carry_rows, group_member, paged_record, put_record, record_offsets
 from benthic.kernels.triton.quant import FLOATS, INTERPRETED, narrow, widen
-from benthic.kernels.triton.rope import turn
+from benthic.kernels.triton.rope import turn, turn_pairs
 from benthic.kernels.triton.runtime import available as available
 from benthic.kernels.triton.swiglu import exponential
 
@@ -167,11 +167,9 @@ def _normed_record(
         freq = tl.load(freqs_ptr + pair, mask=turned, other=0.0)
         cos, sin = turn(first[:, None] * freq[None, :])
         even, odd = tl.split(tl.reshape(widen(y), (ROWS, N // 2, 2)))
+        real, imaginary = turn_pairs(even, odd, cos, sin)
         turned = turned[None, :]
-        y = tl.join(
-            tl.where(turned, even * cos - odd * sin, even),
-            tl.where(turned, even * sin + odd * cos, odd),
-        )
+        y = tl.join(tl.where(turned, real, even), tl.where(turned, imaginary, odd))
         y = widen(narrow(tl.reshape(y, (ROWS, N)), dtype))
         at, scale_at = record_offsets(
             tl.maximum(ids, 0), block_stride, data_offset, scale_offset, ENTRIES, DATA, SCALES, APART, ALIGN

@@ -45,7 +45,7 @@ from benthic.kernels.triton.quant import (
     narrow,
     widen,
 )
-from benthic.kernels.triton.rope import rotate_pairs, turn
+from benthic.kernels.triton.rope import rotate_pairs, turn, turn_pairs
 from benthic.kernels.triton.runtime import available as available
 
 # ---- weights in registers --------------------------------------------------------------------------------------------
@@ -165,8 +165,8 @@ def turn_rows(y, first, positions, freqs_ptr, head_width, PAIRS: tl.constexpr):
     angle = tl.load(freqs_ptr + pair, mask=pair >= 0, other=0.0)[:, None] * positions[None, :]
     cos, sin = turn(angle)
     even, odd = tl.split(tl.permute(tl.reshape(y, (y.shape[0] // 2, 2, y.shape[1])), (0, 2, 1)))
-    turned = tl.join(even * cos - odd * sin, even * sin + odd * cos)
-    return tl.reshape(tl.permute(turned, (0, 2, 1)), y.shape)
+    even, odd = turn_pairs(even, odd, cos, sin)
+    return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 1)), y.shape)
 
 
 @triton.jit(do_not_specialize=["M", "group_width", "slices", "steps", "head_width"])

@@ -56,15 +56,18 @@ def turn(angle):
 
 
 @triton.jit
-def rotate_pairs(x, cos, sin):
-    """x [R, 2*P] f32, adjacent channels a pair; cos, sin [R, P] -> [R, 2*P].
+def turn_pairs(even, odd, cos, sin):
+    """Pairs turned, f32 of one shape -> (even, odd). Which product of two is rounded is said here: left to it, the
+    compiler chooses differently from kernel to kernel, and a row would have other bits in another."""
+    return tl.fma(even, cos, -(odd * sin)), tl.fma(even, sin, odd * cos)
 
-    Which product of two is rounded is said here: left to it, the compiler chooses differently from kernel to kernel.
-    """
+
+@triton.jit
+def rotate_pairs(x, cos, sin):
+    """x [R, 2*P] f32, adjacent channels a pair; cos, sin [R, P] -> [R, 2*P]."""
     even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
-    cos, sin = tl.broadcast_to(cos, even.shape), tl.broadcast_to(sin, even.shape)
-    turned = tl.join(tl.fma(even, cos, -(odd * sin)), tl.fma(even, sin, odd * cos))
-    return tl.reshape(turned, x.shape)
+    even, odd = turn_pairs(even, odd, tl.broadcast_to(cos, even.shape), tl.broadcast_to(sin, even.shape))
+    return tl.reshape(tl.join(even, odd), x.shape)
 
 
 @triton.jit(do_not_specialize=["rows"])
