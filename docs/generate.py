@@ -7,6 +7,7 @@ from pathlib import Path
 
 import gate_tables
 import kernel_tables
+import loop_tables
 
 from benthic import config, metrics
 
@@ -29,6 +30,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "metrics.md": metrics.markdown,
     "kernels.md": tables("kernels.md", kernel_tables.BLOCKS),
     "correctness.md": tables("correctness.md", gate_tables.BLOCKS),
+    "determinism.md": tables("determinism.md", loop_tables.BLOCKS),
 }
 
 

@@ -1,4 +1,4 @@
-"""`docs/kernel_tables.py`, `docs/gate_tables.py`: tables from result files, and what stands there without them."""
+"""The generators of tables in docs/: what they make of result files, and what stands there without them."""
 
 import json
 import sys
@@ -191,4 +191,32 @@ def test_gate(tables: ModuleType, tmp_path: Path) -> None:
     assert gate.faults().splitlines()[-2:] == [
         "| a | kernel | 2.5 | `ops` | attend |",
         "| b | engine | - | **not caught** |  |",
+    ]
+
+
+def test_loop(tables: ModuleType, tmp_path: Path) -> None:
+    loop = import_module("loop_tables")
+    command = "Not measured yet: `benthic bench step --profile --model minnow --device cpu`."
+    assert loop.loop() == loop.mode() == command
+
+    def row(*values: float) -> dict[str, float]:
+        return dict(
+            zip(("one by one", "ahead", "one by one, deterministic", "ahead, deterministic"), values, strict=True)
+        )
+
+    table = {
+        "decode, batch 32, tokens/s": row(1000.0, 1500.0, 800.0, 1500.0),
+        "plan, batch 32, us": row(50.0, 60.0, 1, 1),
+        "prefill, 64 tokens, tokens/s": row(3000.0, 3000.0, 3000.0, 2000.0),
+    }
+    keep(tmp_path, "loop-minnow-reference", {"table": table, "threads": 1})
+    assert loop.loop().splitlines()[2:4] == [
+        "| decode, tokens/s | 32 | 1 000 | 1 500 |",
+        "| plan, us | 32 | 50.0 | 60.0 |",
+    ]
+    assert loop.mode().splitlines()[2:6] == [
+        "| decode, batch 32, one by one | 1 000 | 800 | +25.0 % |",
+        "| decode, batch 32, ahead | 1 500 | 1 500 | +0.0 % |",
+        "| prefill, 64 tokens, one by one | 3 000 | 3 000 | +0.0 % |",
+        "| prefill, 64 tokens, ahead | 3 000 | 2 000 | +50.0 % |",
     ]

@@ -464,7 +464,7 @@ def run(config: Config, options: Options, say: Callable[[str], None] = lambda _:
             )
         )
     ceilings = None if gpu is None else _ceilings(gpu)
-    with LLM(config=_with_room(config, text, max(batches, default=1))) as llm:
+    with LLM(config=with_room(config, text, max(batches, default=1))) as llm:
         threads = torch.get_num_threads()
         rates = measure_rates(threads) if gpu is None else None
         timer = None if gpu is None else Timer(gpu)
@@ -563,7 +563,7 @@ def _ceilings(gpu: torch.device) -> Ceilings:
     return found
 
 
-def _with_room(config: Config, text: ModelConfig, batch: int) -> Config:
+def with_room(config: Config, text: ModelConfig, batch: int) -> Config:
     """The configuration, with room for `batch` requests of two blocks at least."""
     running = max(config.scheduler.max_running, batch)
     budget = max(config.scheduler.token_budget, running)

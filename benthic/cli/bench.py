@@ -70,6 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--repeats", type=_count, default=3, help="runs of each kind, the median counts (default 3)")
     step.add_argument("--start-ups", type=_count, default=3, help="fresh processes timed; 0: none (default 3)")
     step.add_argument("--no-ops", action="store_true", help="leave out the time by operation")
+    step.add_argument(
+        "--profile",
+        action="store_true",
+        help="instead: what the loop itself costs, steps one by one beside steps begun ahead, deterministic beside not",
+    )
     step.add_argument("--peer", choices=("ftllm",), help="run this engine on the same checkpoint too, a thread each")
     step.add_argument(
         "--peer-python",
@@ -219,8 +224,23 @@ def run(args: argparse.Namespace) -> int:
 
 def _step(args: argparse.Namespace) -> int:
     settings = config.from_arguments(args)
-    from benthic.bench import step
+    from benthic.bench import loop, step
 
+    quiet = args.json or not sys.stderr.isatty()
+
+    def say(text: str) -> None:
+        if not quiet:
+            print(f"{text} ...", file=sys.stderr)
+
+    if args.profile:
+        profile = loop.Options(
+            batches=args.batches or loop.Options().batches,
+            tokens=max(args.tokens, 2),
+            prompt=max(args.prompts),
+            repeats=max(args.repeats, 1),
+            seed=args.seed,
+        )
+        return _finish(args, settings, loop.run(settings, profile, say), loop.text, "loop")
     options = step.Options(
         prompts=args.prompts,
         batches=args.batches,
@@ -232,9 +252,7 @@ def _step(args: argparse.Namespace) -> int:
         peer_python=args.peer_python,
         seed=args.seed,
     )
-    quiet = args.json or not sys.stderr.isatty()
-    found = step.run(settings, options, lambda text: None if quiet else print(f"{text} ...", file=sys.stderr))
-    return _finish(args, settings, found, _step_text)
+    return _finish(args, settings, step.run(settings, options, say), _step_text, "step")
 
 
 def _eval_arguments(parser: argparse.ArgumentParser) -> None:
@@ -586,13 +604,17 @@ def _show(args: argparse.Namespace, found: dict[str, Any], name: str, text: str)
 
 
 def _finish(
-    args: argparse.Namespace, settings: config.Config, found: dict[str, Any], text: Callable[[dict[str, Any]], str]
+    args: argparse.Namespace,
+    settings: config.Config,
+    found: dict[str, Any],
+    text: Callable[[dict[str, Any]], str],
+    name: str,
 ) -> int:
     from benthic.bench import report
 
     path = None
     if not args.no_save:
-        name = f"{args.what}-{Path(settings.model).name}-{settings.numerics}"
+        name = f"{name}-{Path(settings.model).name}-{settings.numerics}"
         plain = settings.cpu.native == "off"  # the torch references, kept beside the native kernels' numbers
         path = report.save(found, Path(args.out), f"{name}-plain" if plain else name)
     if args.json:

@@ -154,8 +154,8 @@ def test_room_for_the_batches() -> None:
     text = ModelConfig.from_json(tiny_config())
     config = load(environ={}, overrides={"scheduler.token_budget": 64, "cache.bytes": 1 << 16})
     # no latency target: it would keep prompts from beginning together
-    assert step._with_room(config, text, 1).scheduler == replace(config.scheduler, itl_stretch=0.0)
-    more = step._with_room(config, text, 100)
+    assert step.with_room(config, text, 1).scheduler == replace(config.scheduler, itl_stretch=0.0)
+    more = step.with_room(config, text, 100)
     assert (more.scheduler.max_running, more.scheduler.token_budget) == (100, 100)
     assert more.cache.bytes % 200 == 0
     assert more.cache.bytes > 1 << 16
