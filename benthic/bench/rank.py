@@ -3,7 +3,8 @@
 The model classes are the real ones, the weights random and packed, each layer with its own, so that nothing but what
 a real step finds in the cache is there. The rank owns 1/N of the experts and as many routed rows as tokens times
 experts a token, in the skew that minnow shows. What would go to other ranks and come back is copied inside the device
-instead, the same number of bytes. The drafter and the network are not counted.
+instead, the same number of bytes. The drafter and the network are not counted. The head's weights are scaled so that
+logits are as far apart as a language model's, and top-p leaves a few hundred tokens to draw from.
 
 A decode step (backbone, head, draw) is one CUDA graph; its parts are timed by events in a second graph of it.
 """
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benthic.bench import report
-from benthic.bench.cases import RELEASE, SMALL, Case, Cases
+from benthic.bench.cases import LOGITS, RELEASE, SMALL, Case, Cases
 from benthic.bench.operands import Operands, RandomSource, block_tables, decode_rows, spread_loads
 from benthic.bench.parts import Parts, time_parts
 from benthic.bench.report import Measure
@@ -86,6 +87,8 @@ class Rank:
         with torch.device(device):
             self.model = DeepseekV41(self.config, NUMERICS[options.numerics], classes).eval()
         self.model.load(RandomSource(self.config, self.make))
+        assert self.model.head.weight is not None
+        self.model.head.weight.data.mul_(LOGITS["peaked"])  # else the spread of logits is 1
         self.requests = max(split_rows(rows)[0] for rows in options.rows)
         longest = max((*options.contexts, options.prefill + options.chunk))
         spec = self.model.cache_spec
@@ -516,7 +519,8 @@ def describe(rank: Rank) -> dict[str, Any]:
         "pool_blocks": storage.num_blocks,
         "block_bytes": storage.layout.block_bytes,
         "device_bytes": used,
-        "stand_ins": "routers know local experts only, exchange is copies, no drafter, n-gram tables are small",
+        "stand_ins": "routers know local experts only, exchange is copies, no drafter, n-gram tables are small, "
+        f"logits are normal with a spread of {LOGITS['peaked']:g}",
     }
 
 

@@ -108,7 +108,8 @@ def test_targets(release: list[Case]) -> None:
     assert named["linear", "wo_b 5120x8192 M=64", "exact"].share == 0.75
     assert named["linear", "wo_b 5120x8192 M=384", "exact"].share == 0.65
     assert named["linear", "wo_b 5120x8192 M=1536", "fast"].share == 0.85
-    assert named["sample_rows", "R=256, top-p 0.95", "exact"].us == 60
+    assert named["sample_rows", "R=256, top-p 0.95, peaked logits", "exact"].us == 60
+    assert named["sample_rows", "R=256, top-p 0.95, flat logits", "exact"].us is None
 
 
 def test_the_floor_is_the_larger_term() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benthic.bench import rank
+from benthic.bench.cases import LOGITS
 from benthic.bench.operands import Operands, RandomSource, block_tables, decode_rows, routing, spread_loads
 from benthic.bench.parts import Marks, Span, marked, time_parts
 from benthic.bench.rank import EXCHANGE, REST, SKEW, Options, Rank, floors, rank_config, split_rows
@@ -225,6 +226,15 @@ def test_routers_follow_the_skew() -> None:
     assert counts.sum(dim=1).tolist() == [48.0] * len(some.model.plan)
     assert (counts - wanted).abs().mean() < 1.0
     assert (counts - wanted).abs().max() < 4.0
+
+
+def test_logits_are_peaked() -> None:
+    """As spread out as those of the case that the draw's bar is for."""
+    with backends.reference(), torch.inference_mode():
+        some = Rank(SMALL, CPU)
+        batch = some.decode_batch(4, 1, 512)
+        logits = some.model.logits(some.model.forward(batch, some.model.memory(some.storage, batch)).hidden)
+    assert float(logits.std()) == pytest.approx(LOGITS["peaked"], rel=0.1)
 
 
 def test_every_step_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
