@@ -45,6 +45,12 @@ class SchedulerConfig:
         low=0,
     )
     prefill_floor: int = opt(16, "rows of prompts that a step computes whatever its target is, tokens", low=1)
+    patience_seconds: float = opt(
+        30.0,
+        "a request that waits moves up by one priority every so many seconds, and is due after so many if it has no "
+        "earlier deadline; 0: priorities are strict, whoever waits",
+        low=0,
+    )
     ahead: str = opt(
         "auto",
         "a step is planned and begun while the one before it runs: `on`, `off`, or `auto`: on a GPU",

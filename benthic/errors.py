@@ -512,6 +512,19 @@ class EngineClosed(EngineError):
         super().__init__("the engine is closed and takes no requests; make a new one")
 
 
+class DeadlinePassed(EngineError):
+    """A request that could not begin before its deadline."""
+
+    code, status, retryable = "deadline_passed", 503, True
+
+    def __init__(self, request: int, waited: float, late: float):
+        """waited, late: seconds since it came, and since its deadline."""
+        super().__init__(
+            f"request {request} waited {waited:.3f} s and had not begun when its deadline passed {late:.3f} s ago; "
+            "send it again with a later deadline, or when fewer requests wait"
+        )
+
+
 class OutOfMemory(EngineError):
     """The memory the settings ask for is not there. Raised at start, before any request is taken."""
 

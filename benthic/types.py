@@ -227,6 +227,8 @@ class Request:
     arrival_seconds: float = 0.0
     images: tuple[ImageInput, ...] = ()  # in the order of their spans
     cache: CacheOptions = CACHED
+    tenant: str = ""  # who shares the engine fairly with others, see `engine/queue.py`
+    deadline: float | None = None  # seconds on the loop's clock; it is refused if it has not begun by then
 
     @property
     def image_tokens(self) -> int:

@@ -25,6 +25,8 @@ TORCH_FREE = [
     "benthic.cache.manager",
     "benthic.engine.scheduler",
     "benthic.engine.cost",
+    "benthic.engine.queue",
+    "benthic.sim.run",
     "benthic.models.deepseek_v41_config",
     "benthic.models.registry",
     "benthic.cli.main",

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import math
 import platform
 import secrets
 import signal
@@ -424,6 +425,8 @@ class LLM:
         stream: Literal[False] = False,
         progress: bool | None = None,
         priority: int = 0,
+        tenant: str = "",
+        deadline_seconds: float | None = None,
         cache: CacheOptions = CACHED,
     ) -> list[Completion]: ...
     @overload
@@ -435,6 +438,8 @@ class LLM:
         stream: Literal[True],
         progress: bool | None = None,
         priority: int = 0,
+        tenant: str = "",
+        deadline_seconds: float | None = None,
         cache: CacheOptions = CACHED,
     ) -> Iterator[Piece]: ...
     def generate(
@@ -445,6 +450,8 @@ class LLM:
         stream: bool = False,
         progress: bool | None = None,
         priority: int = 0,
+        tenant: str = "",
+        deadline_seconds: float | None = None,
         cache: CacheOptions = CACHED,
     ) -> list[Completion] | Iterator[Piece]:
         """Continue text.
@@ -455,7 +462,10 @@ class LLM:
         stream    False: a list of completions in the order of the prompts. True: an iterator of pieces as they come;
                   closing it ends what has not finished.
         progress  a progress bar on standard error; None: when there are many prompts and a terminal.
-        priority  smaller runs first.
+        priority  smaller runs first, see `scheduler.patience_seconds`.
+        tenant    who asks: tenants get equal shares of the engine's time, however many requests each has.
+        deadline_seconds
+                  a prompt that has not begun by then ends with the error DeadlinePassed; None: it waits.
         cache     what to do with prefixes that are cached, for all prompts.
         Raises    RequestError, before anything runs, if any of the requests cannot be served. An error on the way
                   stands in its completion's `error`; with a single prompt it is raised.
@@ -465,7 +475,7 @@ class LLM:
         for i, (ids, p) in enumerate(zip(todo, _matched(params, len(todo)), strict=True)):
             if p.stop and self.tokenizer is None:
                 raise BadField("stop", p.stop, f"no stop strings: the checkpoint has no {FILE_NAME}")
-            request = self._request(ids, p, priority, i, cache=cache)
+            request = self._request(ids, p, priority, i, (), cache, tenant, deadline_seconds)
             session.add(request, [_TextReader(self.tokenizer, p.stop) for _ in range(p.n)])
         if stream:
             return iter(session)
@@ -485,6 +495,8 @@ class LLM:
         tool_choice: str | Mapping[str, Any] | None = None,
         response_format: Mapping[str, Any] | None = None,
         priority: int = 0,
+        tenant: str = "",
+        deadline_seconds: float | None = None,
         cache: CacheOptions = CACHED,
     ) -> Completion: ...
     @overload
@@ -500,6 +512,8 @@ class LLM:
         tool_choice: str | Mapping[str, Any] | None = None,
         response_format: Mapping[str, Any] | None = None,
         priority: int = 0,
+        tenant: str = "",
+        deadline_seconds: float | None = None,
         cache: CacheOptions = CACHED,
     ) -> Iterator[Piece]: ...
     def chat(
@@ -514,6 +528,8 @@ class LLM:
         tool_choice: str | Mapping[str, Any] | None = None,
         response_format: Mapping[str, Any] | None = None,
         priority: int = 0,
+        tenant: str = "",
+        deadline_seconds: float | None = None,
         cache: CacheOptions = CACHED,
     ) -> Completion | Iterator[Piece]:
         """The assistant's next turn of a conversation.
@@ -521,7 +537,8 @@ class LLM:
         messages   OpenAI chat form, see `text/prompt.py`; so are thinking, effort, tools, tool_choice and
                    response_format, which is told to the model and not enforced. Images come as image_url parts with
                    data URLs; their pixels are read here, on the caller's thread.
-        stream     as in `generate`; pieces carry reasoning, content (`text`) and tool calls apart.
+        stream     as in `generate`, and so are priority, tenant, deadline_seconds and cache; pieces carry reasoning,
+                   content (`text`) and tool calls apart.
         returns    a completion whose choices have a `message`. Stop strings match in the content only, and there also
                    before `min_tokens`.
         Raises     RequestError, before anything runs: BadMessages, BadImage, NoVision, PromptTooLong and the like.
@@ -539,7 +556,7 @@ class LLM:
             spans=self.model.image_tokens,
         )
         session = _Session(self)
-        request = self._request(prompt.ids, params, priority, 0, prompt.images, cache)
+        request = self._request(prompt.ids, params, priority, 0, prompt.images, cache, tenant, deadline_seconds)
         session.add(request, [_ReplyReader(self.encoder, prompt) for _ in range(params.n)])
         return iter(session) if stream else self._finish(session, False)[0]
 
@@ -658,6 +675,8 @@ class LLM:
         index: int,
         images: Sequence[PromptImage] = (),
         cache: CacheOptions = CACHED,
+        tenant: str = "",
+        deadline_seconds: float | None = None,
     ) -> Request:
         """A request that can be served. Pixels are read once the rest of it is known to be fine."""
         if self._closed:
@@ -675,8 +694,22 @@ class LLM:
             seed = secrets.randbits(63)
         if images and params.receipt:
             raise BadField("receipt", True, "no receipt for a prompt with images: it would have to hold them")
+        if deadline_seconds is not None and not 0 < deadline_seconds < math.inf:
+            raise BadField("deadline_seconds", deadline_seconds, "a number of seconds above 0")
+        deadline = None if deadline_seconds is None else self.loop.clock() + deadline_seconds
         places = tuple(ImageInput(image.first, image.tokens, _digest(image)) for image in images)
-        request = Request(next(self._numbers), ids, params, seed, priority, perf_counter(), places, cache)
+        request = Request(
+            id=next(self._numbers),
+            prompt=ids,
+            params=params,
+            seed=seed,
+            priority=priority,
+            arrival_seconds=perf_counter(),
+            images=places,
+            cache=cache,
+            tenant=tenant,
+            deadline=deadline,
+        )
         self.loop.scheduler.check(request)
         read: dict[str, object] = {}
         for image, place in zip(images, places, strict=True):
@@ -856,6 +889,7 @@ def build_loop(
         itl_stretch=config.scheduler.itl_stretch,
         prefill_floor=config.scheduler.prefill_floor,
         grid=BLOCK_TOKENS if config.deterministic else 1,
+        patience=config.scheduler.patience_seconds,
     )
     sampler = Sampler(model.vocab_size, device, never)
     ahead = config.scheduler.ahead == "on" or (config.scheduler.ahead == "auto" and device.type == "cuda")

@@ -7,18 +7,26 @@ dropped. A sequence's `planned` tokens are ahead of its `computed` ones by what 
 
 How a step is filled, in this order, until the token budget is used:
 1. every running sequence that has one token to compute (decode), best rank first;
-2. running sequences that have more (prefill, or recompute after a preemption), best rank first;
-3. waiting sequences, best rank first; the first that does not fit stops the search, so none is overtaken for ever.
-Rank is (priority, arrival, branch), and a sequence keeps it for life.
+2. of those that have more (prefill, or recompute after a preemption) the first in the order of `engine/queue.py`: what
+   completes it, or half of what is left;
+3. the others of them, those with the fewest tokens left first, likewise;
+4. waiting sequences, in the order of the queue; the first that does not fit stops the search, so none is overtaken for
+   ever. Those that have more to compute than an incomplete first of 2. are passed over until that one is done;
+5. the first of 2. again.
+So a long prompt holds up nobody for long, and nobody holds it up by more than as much again.
+
+Rank is (level when it began, arrival, branch): who gives way when memory is short.
 
 Beside decode rows, prompts get as many rows as keep the step within its latency target, as the cost model tells
 (`engine/cost.py`), but never fewer than a floor, so that they go on whatever the target is. Without decode rows the
 token budget is the only limit.
 
-When a running sequence needs a block and none is free, the running sequence of the worst rank is preempted: it gives
-its blocks and slot back and waits again, with its rank and all its tokens, which are later computed again as one long
-prefill. Since the best-ranked running sequence is never the victim of another, it always finishes. Draws depend on
-seed and position only, so a preempted sequence goes on as if nothing had happened.
+When a running sequence needs a block and none is free, a running sequence of a worse rank is preempted, one of the
+worst level: among these the one that costs least to compute again, for each block that it frees. It gives its blocks
+and slot back and waits again, with all its tokens; what it published stays cached as long as nobody needs the room, and
+it goes on behind that. A sequence without worse ones gives way itself. Since the best-ranked running sequence is never
+the victim of another, it always finishes. Draws depend on seed and position only, so a preempted sequence goes on as if
+nothing had happened.
 
 A waiting sequence is admitted when the pool holds all its tokens, all that running prefills still need, and one block
 for each sequence that may grow; when nothing runs, it is admitted at once.
@@ -50,10 +58,12 @@ from benthic.cache.manager import CacheManager, Lease, Match, Pin
 from benthic.cache.prefix import Key
 from benthic.cache.replay import Windows
 from benthic.engine.cost import CostModel, Shape
+from benthic.engine.queue import Queue, Tenant
 from benthic.errors import (
     BadField,
     BenthicError,
     CapacityError,
+    DeadlinePassed,
     EmptyPrompt,
     PromptTooLong,
     RequestError,
@@ -81,6 +91,7 @@ from benthic.types import (
 )
 
 MOST_IN_FLIGHT = 2  # one runs, one waits behind it
+_LONG_PASSED = 16  # waiting prompts that a step looks at in vain because a shorter one is under way
 HISTORY_IDS = 16  # ids before a sequence's first row that a model may want to know
 
 _MASK = 2**64 - 1
@@ -134,6 +145,7 @@ class Branch:
 
     __slots__ = (
         "asked",
+        "begun",
         "blocked",
         "by_host",
         "cache",
@@ -141,6 +153,8 @@ class Branch:
         "computed",
         "context",
         "copy",
+        "deadline",
+        "due",
         "ended",
         "ends",
         "flying",
@@ -157,16 +171,20 @@ class Branch:
         "marked",
         "miss",
         "mode",
+        "order",
         "params",
         "pending",
         "planned",
+        "priority",
         "prompt_tokens",
         "rank",
         "request",
         "root",
         "scored",
         "seed",
+        "since",
         "stored",
+        "tenant",
         "tokens",
         "truncation",
         "turn",
@@ -175,6 +193,11 @@ class Branch:
     def __init__(self, request: Request, index: int, order: int, ends: frozenset[int], limit: int):
         params = request.params
         self.request, self.index, self.params = request.id, index, params
+        self.priority, self.order = request.priority, order
+        self.tenant: Tenant  # set as it is put into the queue, with the next three
+        self.since = self.due = 0.0
+        self.deadline = request.deadline
+        self.begun = False  # it ran, maybe until it was preempted
         self.rank = (request.priority, order, index)
         self.seed = branch_seed(request.seed, index)
         self.tokens = list(request.prompt)  # prompt, then output
@@ -244,6 +267,9 @@ class _Room:
     def __init__(self, tokens: int, seconds: float = math.inf, floor: int = 0):
         self.tokens, self.seconds, self.floor = tokens, seconds, floor
 
+    def half(self) -> "_Room":
+        return _Room(self.tokens - self.tokens // 2, self.seconds / 2, self.floor - self.floor // 2)
+
     def take(self, count: int, seconds: float) -> None:
         self.tokens -= count
         self.floor -= count
@@ -268,6 +294,7 @@ class Scheduler:
         itl_stretch: float = 0.0,
         prefill_floor: int = 16,
         grid: int = 1,
+        patience: float = 30.0,
     ):
         """As many sequences run as the cache has slots.
 
@@ -281,6 +308,7 @@ class Scheduler:
         prefill_floor       rows of prompts that a step takes all the same.
         grid                chunks that do not end their prompt end at multiples of this position, where that leaves
                             them a row; else of half of it, and so on. A power of two.
+        patience            seconds of waiting that make up for one step of priority, see `engine/queue.py`.
         """
         if token_budget < cache.slots.usable:
             raise BadField(
@@ -296,8 +324,8 @@ class Scheduler:
         self.now = 0.0  # seconds on the loop's clock, set before each step
         self.running: list[Branch] = []  # best rank first
         self.preemptions = 0
-        self._waiting: list[tuple[tuple[int, int, int], Branch]] = []  # a heap; ended ones are skipped when met
-        self._num_waiting = 0
+        self.queue: Queue[Branch] = Queue(patience)
+        self._deadlines: list[tuple[float, int, int, Branch]] = []  # a heap
         self._live: dict[int, list[Branch]] = {}  # request id -> branches that have not ended
         self._flights: deque[_Flight] = deque()  # steps that run, oldest first
         self._parked: list[Branch] = []  # ended ones whose state their siblings want
@@ -312,7 +340,7 @@ class Scheduler:
     @property
     def unfinished(self) -> int:
         """Branches that have not ended."""
-        return len(self.running) + self._num_waiting
+        return len(self.running) + len(self.queue)
 
     @property
     def in_flight(self) -> int:
@@ -321,7 +349,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        return self._num_waiting
+        return len(self.queue)
 
     @property
     def has_news(self) -> bool:
@@ -403,6 +431,8 @@ class Scheduler:
         """Choose the next step. Of the plans in flight, each is committed or discarded before the next but one."""
         assert len(self._flights) < MOST_IN_FLIGHT, f"{len(self._flights)} steps are still running"
         self.cache.tick(self.now)
+        if self._deadlines and self._deadlines[0][0] <= self.now:
+            self._refuse_late()
         rows: dict[Branch, int] = {}  # in the order of the step
         prefills: list[Branch] = []
         grow, preempted = self.cache.grow, self.preemptions
@@ -417,19 +447,8 @@ class Scheduler:
                 prefills.append(b)
             elif length <= b.lease.capacity or grow(b.lease, length) or self._make_room(b, length, rows):
                 rows[b] = 1
-        if prefills or self._num_waiting:
-            room = self._room(rows)
-            for b in prefills:
-                if b.lease is None:
-                    continue
-                count = self._chunk_rows(b, room)
-                if not count:
-                    break
-                if self._make_room(b, b.planned + count, rows):
-                    rows[b] = count
-                    room.take(count, self.cost.chunk_seconds(b.planned, count))
-            if self._num_waiting and self.preemptions == preempted:
-                self._start_waiting(rows, room)
+        if prefills or self.queue:
+            self._add_prompts(rows, prefills, self._room(rows), preempted)
         return self._plan_of(rows)
 
     def plan_over(self) -> StepPlan | None:
@@ -538,11 +557,13 @@ class Scheduler:
         reading = {b.request: b.images for b in self.running if b.computed < b.images_end}
         rows = sum(image.tokens for images in reading.values() for image in images)
         assert rows <= self.image_tokens, f"{rows} image rows may be read, {self.image_tokens} kept"
-        waiting = [b for _, b in self._waiting if not b.ended]
-        assert len(waiting) == self._num_waiting, f"{len(waiting)} wait, {self._num_waiting} counted"
+        waiting = list(self.queue)
+        assert len(waiting) == len(self.queue), f"{len(waiting)} wait, {len(self.queue)} counted"
         assert all(b.lease is None for b in waiting), "a waiting branch holds blocks"
         live = {b for branches in self._live.values() for b in branches}
         assert live == {*self.running, *waiting}, "a branch is lost"
+        counted = Counter(b.tenant.name for b in live)
+        assert counted == {t.name: t.live for t in self.queue.tenants.values() if t.live}, "a tenant's count is off"
 
     # ---- within ------------------------------------------------------------------------------------------------------
 
@@ -559,18 +580,51 @@ class Scheduler:
                 b.truncation = request.cache.truncation or self.prefixes.truncation
         self._order += 1
         self._live[request.id] = list(branches)
+        tenant, due = self.queue.join(request.tenant, len(branches)), self.queue.due(self.now, request.deadline)
         for b in branches:
-            self._wait(b)
+            b.tenant, b.since, b.due = tenant, self.now, due
+            self.queue.push(b)
+            if b.deadline is not None:
+                heapq.heappush(self._deadlines, (b.deadline, b.order, b.index, b))
 
-    def _wait(self, b: Branch) -> None:
-        heapq.heappush(self._waiting, (b.rank, b))
-        self._num_waiting += 1
+    def _refuse_late(self) -> None:
+        """End those whose deadline is over and whose request has not begun."""
+        while self._deadlines and self._deadlines[0][0] <= self.now:
+            deadline, _, _, b = heapq.heappop(self._deadlines)
+            if not b.ended and not any(other.lease is not None or other.begun for other in self._live[b.request]):
+                self._end(b, error=DeadlinePassed(b.request, self.now - b.since, self.now - deadline))
+
+    def _victim(self, b: Branch) -> Branch:
+        """Who gives way when `b` needs a block: `b` itself when all others are better."""
+        worst = self.running[-1]
+        if worst is b:
+            return b
+        references = self.cache.blocks.references
+        best, least = worst, math.inf
+        for other in reversed(self.running):
+            if other.rank[0] != worst.rank[0] or other.rank <= b.rank:
+                break
+            assert other.lease is not None
+            freed = sum([references[block] == 1 for block in other.lease.blocks])
+            if freed and (price := self._again_seconds(other) / freed) < least:
+                best, least = other, price
+        return best
+
+    def _again_seconds(self, b: Branch) -> float:
+        """What it costs to compute a preempted one again, as long as the blocks that it published stay."""
+        start, prefixes, lease = 0, self.prefixes, b.lease
+        assert lease is not None
+        if prefixes is not None and b.cache.read and b.params.prompt_logprobs is None:
+            hit = lease.cached * self.cache.block_tokens
+            start = hit if b.keeps_states else prefixes.windows.start(hit, len(b.tokens), "exact", 0)
+        start = min(max(start, 0), b.computed)
+        return self.cost.chunk_seconds(start, b.computed - start)
 
     def _make_room(self, b: Branch, tokens: int, rows: dict[Branch, int]) -> bool:
-        """Room for `tokens` of `b`, taken from worse-ranked ones if need be. False: `b` itself was the worst."""
+        """Room for `tokens` of `b`, taken from worse-ranked ones if need be. False: `b` itself had to give way."""
         assert b.lease is not None
         while not self.cache.grow(b.lease, tokens):
-            victim = self.running[-1]
+            victim = self._victim(b)
             if victim is self.running[0] and self.cache.give_way():
                 continue
             rows.pop(victim, None)
@@ -587,24 +641,67 @@ class Scheduler:
         base = self.cost.seconds(Shape(decodes, context=sum([b.length for b in rows]), logits=decodes))
         return _Room(left, (self.itl_seconds or self.itl_stretch * base) - base, self.prefill_floor)
 
+    def _add_prompts(self, rows: dict[Branch, int], prefills: list[Branch], room: _Room, preempted: int) -> None:
+        """Rows of prompts beside the decode rows of a step, those that run in `prefills`. See 2. to 5. above.
+
+        preempted  how many had been when the step was begun; if there are more, nobody begins.
+        """
+        first, most, kept = None, math.inf, 0
+        if len(prefills) > 1:
+            prefills.sort(key=lambda b: (b.rank[0], b.tenant.served, b.due, b.rank))
+        for i, b in enumerate(prefills):
+            if b.lease is None:
+                continue
+            if first is None:
+                first, left, others = b, b.length - b.planned, prefills[i + 1 :]
+                shared = self._chunk_rows(b, room) < left and (others or (self.queue and self.cache.slots.free))
+                most = left if shared else math.inf
+                kept = self._take(b, rows, room.half() if shared else room, room)
+                for other in sorted(others, key=lambda b: b.length - b.planned):
+                    if other.lease is not None:
+                        done = self._chunk_rows(other, room) >= other.length - other.planned
+                        self._take(other, rows, room if done else room.half(), room)
+                break
+        if self.queue and self.preemptions == preempted:
+            self._start_waiting(rows, room, most)
+        if first is not None and most < math.inf and first.lease is not None and first in rows:
+            room.take(-kept, -self.cost.chunk_seconds(first.planned, kept))
+            count = self._chunk_rows(first, room)
+            if count > kept and self.cache.grow(first.lease, first.planned + count):
+                rows[first] = count
+
+    def _take(self, b: Branch, rows: dict[Branch, int], share: _Room, room: _Room) -> int:
+        """A chunk of `b` within its share of the room. Returns its rows."""
+        count = self._chunk_rows(b, share)
+        if not count or not self._make_room(b, b.planned + count, rows):
+            return 0
+        rows[b] = count
+        room.take(count, self.cost.chunk_seconds(b.planned, count))
+        return count
+
     def _is_open(self, room: _Room) -> bool:
         """May another prompt begin in this step?"""
         return room.tokens > 0 and (room.floor > 0 or self.cost.rows_within(room.seconds, 0) > 0)
 
-    def _start_waiting(self, rows: dict[Branch, int], room: _Room) -> None:
+    def _start_waiting(self, rows: dict[Branch, int], room: _Room, most: float = math.inf) -> None:
+        """Begin waiting sequences, as far as the room goes. Those with more than `most` tokens to compute wait on."""
         promised = 0
         for b in self.running:
             promised += self._promised(b)
-        passed: list[tuple[tuple[int, int, int], Branch]] = []  # those that wait for what others compute
-        while self._waiting and self._is_open(room):
-            b = self._waiting[0][1]
-            if b.ended:
-                heapq.heappop(self._waiting)
-                continue
+        passed: list[Branch] = []  # those that wait for what others compute
+        long = 0
+        while self.cache.slots.free and self._is_open(room) and long < _LONG_PASSED:
+            b = self.queue.pop(self.now)
+            if b is None:
+                break
             source = self._sibling(b)
             match = Match() if source is not None else self._find(b)
             if match.miss is Miss.IN_FLIGHT or (source is not None and source.planned < b.prompt_tokens):
-                passed.append(heapq.heappop(self._waiting))
+                passed.append(b)
+                continue
+            if source is None and most < math.inf and self._left(b, match) > most:
+                passed.append(b)
+                long += 1
                 continue
             shared = len(match.nodes) if source is None else b.prompt_tokens // self.cache.block_tokens
             own = self.cache.blocks_for(len(b.tokens))
@@ -612,21 +709,18 @@ class Scheduler:
             while own + promised > self.cache.free_blocks - self.cache.idle_blocks(match):
                 if self.running or not self.cache.give_way():
                     break
-            if self.running and own + promised > self.cache.free_blocks - self.cache.idle_blocks(match):
+            full = self.running and own + promised > self.cache.free_blocks - self.cache.idle_blocks(match)
+            if full or (source is None and b.images and not self._room_for_images(b)):
+                passed.append(b)
                 break
-            if source is None and b.images and not self._room_for_images(b):
-                break
-            lease = self.cache.open()
-            if lease is None:
-                break
-            heapq.heappop(self._waiting)
-            self._num_waiting -= 1
-            b.lease = lease
+            b.lease = lease = self.cache.open()
+            assert lease is not None, "a free slot could not be had"
             if source is None:
                 self._begin(b, lease, match)
             else:
                 self._fork(b, lease, source)
-            b.planned = b.computed
+            b.begun, b.planned = True, b.computed
+            b.rank = (self.queue.level(b, self.now), b.order, b.index)
             insort(self.running, b, key=attrgetter("rank"))
             count = max(self._chunk_rows(b, room), 1)
             grown = self.cache.grow(lease, b.planned + count)
@@ -634,8 +728,12 @@ class Scheduler:
             rows[b] = count
             room.take(count, self.cost.chunk_seconds(b.planned, count))
             promised += self._promised(b)
-        for entry in passed:
-            heapq.heappush(self._waiting, entry)
+        for b in passed:
+            self.queue.push(b)
+
+    def _left(self, b: Branch, match: Match) -> int:
+        """Tokens that a waiting sequence will have to compute before it draws, about: replays are not counted."""
+        return len(b.tokens) - len(match.nodes) * self.cache.block_tokens
 
     def _chunk_rows(self, b: Branch, room: _Room) -> int:
         """Rows of the next chunk, 0 when the step has no room. It ends where a state is to be kept."""
@@ -779,7 +877,7 @@ class Scheduler:
         draws: list[Draw] = []
         scores: list[tuple[int, Score]] = []
         images: list[tuple[int, tuple[ImageInput, ...]]] = []
-        over = self._take_over()
+        over, contested = self._take_over(), self.queue.contested
         copies: list[SlotCopy] = []
         saves: list[SlotCopy] = []
         saved: list[tuple[Branch, int, int, int]] = []
@@ -832,6 +930,10 @@ class Scheduler:
                 context = None if b.context is None else b.context[:]
                 draws.append(Draw(params, b.seed, length, blocked, context, b.prompt_tokens))
                 b.pending = pending + 1
+            if contested:
+                alone = count == 1
+                spent = self.cost.decode_seconds(start) if alone else self.cost.chunk_seconds(start, count)
+                b.tenant.served += spent
         for b in self._parked:
             self._release(b)  # copies of its state are made before anything of this plan, or a later one, is written
         self._parked.clear()
@@ -850,7 +952,7 @@ class Scheduler:
         b.asked = b.scored
         b.turn += 1
         self.preemptions += 1
-        self._wait(b)
+        self.queue.push(b)
 
     def _end(self, b: Branch, *, reason: FinishReason | None = None, error: BenthicError | None = None) -> None:
         usage = self._usage(b)
@@ -864,8 +966,8 @@ class Scheduler:
         live.remove(b)
         if not live:
             del self._live[b.request]
+        self.queue.leave(b, waiting=b.lease is None)
         if b.lease is None:
-            self._num_waiting -= 1
             return
         self.running.remove(b)
         if b.flying:

@@ -121,4 +121,7 @@ def simulate(trace: Sequence[Arrival], policy: Policy, world: World, machine: Ma
 
 def _request(number: int, arrival: Arrival) -> Request:
     params = SamplingParams(temperature=0.0, max_tokens=arrival.output, ignore_eos=True)
-    return Request(number, arrival.ids(), params, 0, arrival.priority, arrival.at)
+    deadline = None if arrival.patience is None else arrival.at + arrival.patience
+    return Request(
+        number, arrival.ids(), params, 0, arrival.priority, arrival.at, tenant=arrival.tenant, deadline=deadline
+    )

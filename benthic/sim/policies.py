@@ -27,7 +27,7 @@ class PrefillFirst(Scheduler):
             if count and self._make_room(b, b.planned + count, rows):
                 rows[b] = count
                 room.take(count, 0.0)
-        if self._num_waiting:
+        if self.queue:
             self._start_waiting(rows, room)
         return self._plan_of(rows) if rows else super().plan()
 

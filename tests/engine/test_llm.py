@@ -16,6 +16,7 @@ from benthic.errors import (
     BadField,
     BadMessages,
     BadSetting,
+    DeadlinePassed,
     DeviceUnavailable,
     EmptyPrompt,
     EngineClosed,
@@ -404,3 +405,19 @@ def test_without_a_tokenizer_and_after_the_end(tmp_path: Path):
     assert [piece.finish_reason for piece in stream] == ["abort"]
     with pytest.raises(EngineClosed):
         list(never_started)
+
+
+def test_who_asks_and_until_when(llm: LLM):
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    late = llm.generate([[5, 6], [7, 8]], params, deadline_seconds=1e-9)
+    assert [type(done.error) for done in late] == [DeadlinePassed, DeadlinePassed]
+    with pytest.raises(DeadlinePassed, match="had not begun when its deadline passed"):
+        llm.generate([[5, 6]], params, deadline_seconds=1e-9)
+    stream = llm.generate([[5, 6]], params, tenant="somebody", deadline_seconds=60.0, stream=True)
+    next(stream)
+    assert [t.live for t in llm.loop.scheduler.queue.tenants.values() if t.name == "somebody"] == [1]
+    assert sum(len(piece.token_ids) for piece in stream) >= 2
+    for value in (0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(BadField, match="deadline_seconds"):
+            llm.generate([[5, 6]], params, deadline_seconds=value)
+    assert at_rest(llm)

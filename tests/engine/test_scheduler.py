@@ -1,6 +1,7 @@
 """The scheduler and the loop, driven with a model that checks what it reads."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -14,13 +15,14 @@ from benthic.engine.scheduler import Scheduler, branch_seed
 from benthic.errors import (
     BadField,
     CapacityError,
+    DeadlinePassed,
     EmptyPrompt,
     NonFiniteLogits,
     PromptTooLong,
     RequestError,
     TokenOutOfRange,
 )
-from benthic.types import Abort, FinishReason, Request, SamplingParams, StepResult, TokenEvent
+from benthic.types import Abort, FinishReason, Request, SamplingParams, StepPlan, StepResult, TokenEvent
 from tests.engine.fake import EOS, VOCAB, FakeModel, expected, fake_loop, greedy
 
 
@@ -382,9 +384,30 @@ class AnyOrder(RuleBasedStateMachine):
     def start(self, blocks: int, slots: int, budget: int):
         self.model = FakeModel(60)
         self.loop = fake_loop(blocks=blocks, slots=slots, budget=budget, context=60, model=self.model)
+        self.now = 0.0
+        self.loop.clock = self.tick
+        plan = self.loop.scheduler.plan
+        self.loop.scheduler.plan = lambda: self.watched(plan)  # type: ignore[method-assign]
         self.requests: dict[int, Request] = {}
         self.output: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.ended: dict[tuple[int, int], TokenEvent] = {}
+
+    def tick(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    def watched(self, plan: Callable[[], StepPlan]) -> StepPlan:
+        """Who begins beside others never leaves them without the blocks they are known to need."""
+        scheduler = self.loop.scheduler
+        before = {(b, b.turn) for b in scheduler.running}
+        made = plan()
+        now = {(b, b.turn) for b in scheduler.running}
+        if now - before and len(now) > 1:
+            promised = sum(scheduler._promised(b) for b in scheduler.running)
+            assert promised <= scheduler.cache.free_blocks, "more was promised than there is"
+        assert len(scheduler.running) <= scheduler.cache.slots.usable
+        assert made.tokens <= scheduler.token_budget
+        return made
 
     def take(self, events: list[TokenEvent]) -> None:
         for e in events:
@@ -396,10 +419,20 @@ class AnyOrder(RuleBasedStateMachine):
                 assert e.usage.completion_tokens == len(self.output[key])
                 self.ended[key] = e
 
-    @rule(length=st.integers(0, 64), params=some_params, priority=st.integers(0, 2), seed=st.integers(0, 2**63 - 1))
-    def arrive(self, length: int, params: SamplingParams, priority: int, seed: int):
+    @rule(
+        length=st.integers(0, 64),
+        params=some_params,
+        priority=st.integers(0, 2),
+        seed=st.integers(0, 2**63 - 1),
+        tenant=st.sampled_from("ab"),
+        hurry=st.sampled_from([None, None, 5.0, 40.0]),
+    )
+    def arrive(self, length: int, params: SamplingParams, priority: int, seed: int, tenant: str, hurry: float | None):
         number = len(self.requests)
-        self.requests[number] = Request(number, prompt(length, number), params, seed, priority)
+        deadline = None if hurry is None else self.now + hurry
+        self.requests[number] = Request(
+            number, prompt(length, number), params, seed, priority, tenant=tenant, deadline=deadline
+        )
         self.loop.inbox.put(self.requests[number])
 
     @rule(steps=st.integers(1, 8))
@@ -456,7 +489,9 @@ class AnyOrder(RuleBasedStateMachine):
             for branch in range(request.params.n):
                 end, output = self.ended.pop((number, branch)), self.output[number, branch]
                 if end.error is not None:
-                    assert isinstance(end.error, EmptyPrompt | PromptTooLong | CapacityError)
+                    kinds = EmptyPrompt | PromptTooLong | CapacityError
+                    assert isinstance(end.error, kinds if request.deadline is None else kinds | DeadlinePassed)
+                    assert not output
                     continue
                 want = expected(request, branch, 60)
                 assert output == (want if end.finish is not FinishReason.ABORT else want[: len(output)])
