@@ -616,7 +616,7 @@ class Scheduler:
         assert lease is not None
         if prefixes is not None and b.cache.read and b.params.prompt_logprobs is None:
             hit = lease.cached * self.cache.block_tokens
-            start = hit if b.keeps_states else prefixes.windows.start(hit, len(b.tokens), "exact", 0)
+            start = hit if b.keeps_states and self.cache.snapshots.slots else self._start(b, prefixes, hit)
         start = min(max(start, 0), b.computed)
         return self.cost.chunk_seconds(start, b.computed - start)
 
