@@ -127,6 +127,15 @@ def test_nobody_waits_longer_than_the_bound_whoever_comes(seed: int):
         world.now += 0.1
 
 
+def test_a_far_deadline_is_no_reason_to_wait():
+    world = World(patience=10.0)
+    far = world.arrive(deadline=900.0)
+    world.now = 5.0
+    later = world.arrive()
+    soon = world.arrive(deadline=9.0)
+    assert [world.take() for _ in range(3)] == [soon, far, later]
+
+
 def test_without_patience_priorities_are_strict():
     world = World(patience=0.0)
     low = world.arrive(priority=1)
@@ -171,15 +180,20 @@ def test_a_tenant_that_floods_gets_no_more_than_its_half():
         loop.inbox.put(Request(i, prompt(length, i), greedy(max_tokens=tokens, ignore_eos=True), i, tenant=tenant))
     loop.step()
     tenants = loop.scheduler.queue.tenants
+    beside = 0
     most = 70 * COST.row + 9 * (COST.decode + COST.logit) + 1e-3  # of one request
-    furthest, both = 0.0, 0
+    furthest, both, ended = 0.0, 0, [0, 0]
     while loop.busy:
         loop.step()
-        loop.outbox.take()
+        for event in loop.outbox.take():
+            ended[event.request >= 100] += event.usage is not None
+        if ended[1] == 20 and not beside:
+            beside = ended[0]
         if len(tenants) == 2 and all(tenant.queues.get(0) for tenant in tenants.values()):
             both += 1
             furthest = max(furthest, abs(tenants["flood"].served - tenants["drop"].served))
     assert both > 30
+    assert 20 < beside < 80  # requests of the flood that ended while the other's twenty did
     assert furthest <= 4 * most  # no more than what four slots hold
 
 
@@ -225,7 +239,8 @@ def test_a_request_that_cannot_begin_in_time_is_refused_and_one_that_began_is_no
     assert any(e.request == 3 and e.finish for e in events)
 
 
-def test_a_preempted_request_is_past_its_deadline_and_goes_on():
+@pytest.mark.parametrize("deadline", range(3, 100, 6))
+def test_a_preempted_request_is_past_its_deadline_and_goes_on(deadline: int):
     loop = fake_loop(blocks=14, slots=5)
     now = 0.0
 
@@ -235,12 +250,14 @@ def test_a_preempted_request_is_past_its_deadline_and_goes_on():
         return now
 
     loop.clock = clock
-    requests = [Request(i, prompt(7 + i, i), greedy(max_tokens=30, ignore_eos=True), i, deadline=3.0) for i in range(4)]
-    for request in requests[:3]:
+    requests = [
+        Request(i, prompt(7 + i, i), greedy(max_tokens=30, ignore_eos=True), i, deadline=deadline) for i in range(3)
+    ]
+    for request in requests:
         loop.inbox.put(request)
     events = drive(loop)
     assert loop.scheduler.preemptions > 0
-    for request in requests[:3]:
+    for request in requests:
         assert tokens_of(events[request.id, 0]) == expected(request, 0)
 
 
