@@ -557,6 +557,18 @@ class NonFiniteLogits(EngineError):
         )
 
 
+class ReplyFailed(EngineError):
+    """What was made of a completion's tokens raised; the engine itself goes on."""
+
+    code = "reply_failed"
+
+    def __init__(self, request: int, tokens: int, error: Exception):
+        super().__init__(
+            f"request {request}: its answer could not be read after {tokens} tokens, {type(error).__name__}: {error}; "
+            "this is a fault of this software, its traceback is in the log"
+        )
+
+
 class NoAllowedToken(RequestError):
     """The request's allowed and banned ids leave no token that may be produced."""
 

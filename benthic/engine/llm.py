@@ -45,6 +45,7 @@ from benthic.errors import (
     DeviceUnavailable,
     EngineClosed,
     MissingCheckpointFile,
+    ReplyFailed,
 )
 from benthic.kernels.native import build as native
 from benthic.kernels.triton import runtime as triton
@@ -269,6 +270,13 @@ class _Stream:
             shown[-1] |= last
         return [Piece(self.prompt, self.choice, **fields) for fields in shown]
 
+    def fail(self, event: TokenEvent, prompt_tokens: int, error: Exception) -> list[Piece]:
+        """It ends here, since what was to be made of its tokens raised."""
+        failure = ReplyFailed(event.request, len(self.tokens), error)
+        self.usage = event.usage or Usage(prompt_tokens, len(self.tokens))
+        self.done = Choice("", tuple(self.tokens), None, tuple(self.logprobs), self._timing(), None, failure)
+        return [Piece(self.prompt, self.choice, error=failure)]
+
     def _timing(self) -> Timing:
         now = perf_counter()
         first, total = (self.first or now) - self.started, now - self.started
@@ -307,15 +315,21 @@ class _Session:
             self.prompt_logprobs[event.request] += event.prompt_logprobs
         if stream.done is not None:
             return []
-        was_stopped = stream.stopped
-        pieces = stream.take(event)
+        was_stopped, failed = stream.stopped, False
         request = self.requests[event.request]
-        if request.params.receipt and stream.done is not None and stream.done.error is None:
-            receipt = self.llm._receipt(request, event.branch, stream)
-            stream.done = replace(stream.done, receipt=receipt)
+        try:
+            pieces = stream.take(event)
+            if request.params.receipt and stream.done is not None and stream.done.error is None:
+                receipt = self.llm._receipt(request, event.branch, stream)
+                stream.done = replace(stream.done, receipt=receipt)
+        except Exception as error:  # of this answer alone: those of others are in the same hands
+            log.exception("an answer could not be read", extra={"request": event.request, "branch": event.branch})
+            pieces, failed = stream.fail(event, len(request.prompt), error), True
         if pieces and all(s.done is not None for s in self.streams[event.request]):
             pieces[-1] = replace(pieces[-1], completion=self.completion(event.request))
         self.pieces += pieces
+        if failed and event.usage is None:
+            return [Abort(event.request, event.branch)]
         if stream.stopped and not was_stopped and stream.done is None:
             return [Abort(event.request, event.branch, FinishReason.STOP)]
         return []
@@ -460,7 +474,8 @@ class LLM:
                   Images come through `chat` alone, so ids must not hold the model's image token.
         params    for all prompts, or one for each.
         stream    False: a list of completions in the order of the prompts. True: an iterator of pieces as they come;
-                  closing it ends what has not finished.
+                  closing it ends what has not finished. Steps are taken as somebody asks for pieces. Those that others'
+                  steps bring wait here, max_tokens for a completion at most, and hold nobody up.
         progress  a progress bar on standard error; None: when there are many prompts and a terminal.
         priority  smaller runs first, see `scheduler.patience_seconds`.
         tenant    who asks: tenants get equal shares of the engine's time, however many requests each has.

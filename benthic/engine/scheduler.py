@@ -29,7 +29,7 @@ the victim of another, it always finishes. Draws depend on seed and position onl
 nothing had happened.
 
 A waiting sequence is admitted when the pool holds all its tokens, all that running prefills still need, and one block
-for each sequence that may grow; when nothing runs, it is admitted at once.
+for each sequence that may grow; when nobody holds any, it is admitted at once.
 
 It begins behind the longest prefix that is cached (`cache/prefix.py`), some tokens earlier than that, for its windows
 (`cache/replay.py`). Where a running sequence is computing the next block it could have found, it waits for that, and
@@ -479,6 +479,10 @@ class Scheduler:
                 if not b.flying:
                     self._release(b)
                 continue
+            if sample and draw in failures:  # nobody is to go on from what this step left of it
+                self._end(b, error=failures[draw])
+                events.append(self._events.pop())
+                continue
             before = b.computed
             b.computed = computed = before + len(chunk.tokens)
             if computed // size != before // size:
@@ -488,10 +492,6 @@ class Scheduler:
             if not sample:
                 if prompt_logprobs:
                     events.append(TokenEvent(b.request, b.index, prompt_logprobs=prompt_logprobs))
-                continue
-            if draw in failures:
-                self._end(b, error=failures[draw])
-                events.append(self._events.pop())
                 continue
             token = tokens[draw]
             b.tokens.append(token)
@@ -706,10 +706,11 @@ class Scheduler:
             shared = len(match.nodes) if source is None else b.prompt_tokens // self.cache.block_tokens
             own = self.cache.blocks_for(len(b.tokens))
             own += (own < self._most_blocks(b)) - shared
+            held = self.running or self._flights or self._parked  # an ended one may hold blocks for a step yet
             while own + promised > self.cache.free_blocks - self.cache.idle_blocks(match):
-                if self.running or not self.cache.give_way():
+                if held or not self.cache.give_way():
                     break
-            full = self.running and own + promised > self.cache.free_blocks - self.cache.idle_blocks(match)
+            full = held and own + promised > self.cache.free_blocks - self.cache.idle_blocks(match)
             if full or (source is None and b.images and not self._room_for_images(b)):
                 passed.append(b)
                 break

@@ -1,14 +1,17 @@
 """A request may end at any moment of its life, and the clock may jump: nobody else notices, nothing leaks."""
 
+import ast
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
+import benthic
 from benthic.cache.replay import Windows
 from benthic.engine.loop import Loop
-from benthic.engine.scheduler import Prefixes
+from benthic.engine.scheduler import Branch, Prefixes
 from benthic.errors import NonFiniteLogits
-from benthic.types import Abort, CacheOptions, FinishReason, Request, SamplingParams, TokenEvent
+from benthic.types import Abort, CacheOptions, FinishReason, Miss, Request, SamplingParams, TokenEvent
 from tests.engine.fake import WINDOW, FakeModel, expected, fake_loop, greedy
 from tests.engine.test_prefixes import prompt
 
@@ -28,9 +31,14 @@ def crowd() -> list[Request]:
     ]
 
 
-def loop_of(ahead: bool, model: FakeModel | None = None) -> Loop:
+def cramped() -> list[Request]:
+    """Three that outgrow a pool of 14 blocks together: two of them are preempted."""
+    return [Request(i, prompt(5, i), greedy(max_tokens=21, ignore_eos=True), seed=i) for i in range(3)]
+
+
+def loop_of(ahead: bool, model: FakeModel | None = None, blocks: int = 30) -> Loop:
     prefixes = Prefixes(windows=Windows(WINDOW, storing=2, others=1), mode="snapshot")
-    return fake_loop(blocks=30, slots=6, budget=16, prefixes=prefixes, snapshots=2, ahead=ahead, model=model)
+    return fake_loop(blocks=blocks, slots=6, budget=16, prefixes=prefixes, snapshots=2, ahead=ahead, model=model)
 
 
 def run(loop: Loop, requests: list[Request], aborts: dict[int, Abort] | None = None) -> tuple[Events, int]:
@@ -77,6 +85,20 @@ def test_an_abort_at_every_step(victim: int, ahead: bool, answers: dict[tuple[in
             else:
                 assert got == answers[key][: len(got)]
                 assert got == answers[key] or news[-1].finish is FinishReason.ABORT
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("victim", range(3))
+def test_an_abort_at_every_step_of_preempted_ones(victim: int, ahead: bool):
+    answers = {request.id: expected(request, 0) for request in cramped()}
+    loop = loop_of(ahead, blocks=14)
+    _, steps = run(loop, cramped())
+    assert loop.scheduler.preemptions > 0
+    for at in range(steps + 1):
+        events, _ = run(loop_of(ahead, blocks=14), cramped(), {at: Abort(victim)})
+        for (request, _), news in events.items():
+            got = tokens_of(news)
+            assert got == answers[request][: None if request != victim else len(got)]
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -153,3 +175,104 @@ def test_a_clock_that_jumps(ahead: bool, answers: dict[tuple[int, int], list[int
     events, _ = run(loop, crowd())
     assert {key: tokens_of(news) for key, news in events.items()} == answers
     assert pin is not None
+
+
+# ---- what the tests above meet ---------------------------------------------------------------------------------------
+
+
+def moment(loop: Loop, request: int) -> set[str]:
+    """Where the branches of a request stand, in words."""
+    scheduler = loop.scheduler
+    branches = scheduler._live.get(request)
+    if branches is None:
+        known = any(b.request == request for f in scheduler._flights for b in f.branches)
+        return {"ended, its step still runs" if known else "ended or not there yet"}
+    found: set[str] = set()
+    for b in branches:
+        if b.lease is None:
+            sibling = any(other.lease is not None for other in branches)
+            waits = "for its prompt's state" if sibling else "for what others compute" if waits_for(loop, b) else ""
+            found.add(f"waiting {waits}".strip() if not b.turn else "preempted")
+        elif b.computed < b.prompt_tokens:
+            found.add("mid-prefill, in flight" if b.flying else "mid-prefill")
+        else:
+            found.add("decoding, a step ahead" if b.flying else "decoding")
+            if len(b.tokens) + b.pending >= b.limit:
+                found.add("in its last step")
+        if b.lease is not None and any(scheduler.cache.blocks.references[block] > 1 for block in b.lease.blocks):
+            found.add("sharing blocks")
+    return found
+
+
+def waits_for(loop: Loop, b: Branch) -> bool:
+    return loop.scheduler._find(b).miss is Miss.IN_FLIGHT
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_requests_are_met_at_every_point_of_a_life(ahead: bool):
+    """An abort before each step of these runs finds a request at every one of these; that is what makes it a proof."""
+    seen: set[str] = set()
+    for loop, todo in ((loop_of(ahead), crowd()), (loop_of(ahead, blocks=14), cramped())):
+        for request in todo:
+            loop.inbox.put(request)
+        while loop.busy:
+            loop.step()
+            for request in todo:
+                seen |= moment(loop, request.id)
+    want = {
+        "waiting",
+        "waiting for what others compute",
+        "waiting for its prompt's state",
+        "preempted",
+        "sharing blocks",
+        "ended or not there yet",
+    }
+    if ahead:
+        want |= {"mid-prefill, in flight", "decoding, a step ahead", "in its last step", "ended, its step still runs"}
+    else:
+        want |= {"mid-prefill", "decoding"}
+    assert seen >= want, f"never met: {sorted(want - seen)}"
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("blocks", [16, 17, 20, 24])
+def test_out_of_blocks(ahead: bool, blocks: int, answers: dict[tuple[int, int], list[int]]):
+    """Barely room for the longest alone, pins on what is cached, an abort now and then: all others finish, exactly."""
+    prefixes = Prefixes(windows=Windows(WINDOW, storing=2, others=1), mode="snapshot")
+    for at in range(0, 40, 5):
+        loop = fake_loop(blocks=blocks, slots=6, budget=16, prefixes=prefixes, snapshots=2, ahead=ahead)
+        scheduler = loop.scheduler
+        events, step = defaultdict(list[TokenEvent]), 0
+        for request in crowd():
+            loop.inbox.put(request)
+        while loop.busy:
+            assert step < 2000, "it does not go on"
+            if step == at:
+                loop.inbox.put(Abort(2))
+            if step % 7 == 3:
+                scheduler.pin(prompt(21), CacheOptions(), 1e9)
+            loop.step()
+            step += 1
+            scheduler.check_invariants()
+            for event in loop.outbox.take():
+                events[event.request, event.branch].append(event)
+        for key, news in events.items():
+            got = tokens_of(news)
+            assert got == (answers[key] if key[0] != 2 else answers[key][: len(got)])
+        while scheduler.cache.give_way():
+            pass
+        scheduler.check_invariants()
+        assert scheduler.cache.free_blocks == scheduler.cache.blocks.usable
+
+
+def test_nothing_here_reads_the_wall_clock():
+    """It jumps. What lives a certain time counts on the loop's clock, which only goes forward."""
+    for folder in ("engine", "cache"):
+        for file in (Path(benthic.__file__).parent / folder).glob("*.py"):
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ImportFrom) and node.module == "time":
+                    assert {name.name for name in node.names} <= {"monotonic", "perf_counter"}, file.name
+                names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
+                assert not {"time", "datetime"} & set(names), file.name
+                assert not (isinstance(node, ast.ImportFrom) and node.module == "datetime"), file.name

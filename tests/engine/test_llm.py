@@ -6,11 +6,13 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benthic import SamplingParams
 from benthic.config import Config
+from benthic.engine import llm as engine
 from benthic.engine.llm import LLM, Completion, Piece
 from benthic.errors import (
     BadField,
@@ -23,6 +25,7 @@ from benthic.errors import (
     MissingCheckpointFile,
     NonFiniteLogits,
     PromptTooLong,
+    ReplyFailed,
     TokenOutOfRange,
     UnknownKey,
     UnknownModel,
@@ -321,6 +324,78 @@ def test_damaged_logits_are_an_error_of_their_request(llm: LLM, monkeypatch: pyt
         llm.generate("a", GREEDY)
     calls = 0
     assert isinstance(list(llm.generate("a", GREEDY, stream=True))[-1].error, NonFiniteLogits)
+    assert at_rest(llm)
+
+
+@pytest.mark.parametrize("at", [1, 5, 12], ids=["first", "middle", "last"])
+def test_an_answer_that_cannot_be_read_fails_alone(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, at: int
+):
+    """Whatever makes text of tokens raises at a token of one of three requests in the same steps, or at its end."""
+    want = [done.token_ids for done in llm.generate(["a", "b", "c"], GREEDY)]
+    pushed: dict[int, int] = {}
+    push = engine._TextReader.push
+
+    def raising(self: engine._TextReader, *arguments: Any) -> list[dict[str, Any]]:
+        count = pushed[id(self)] = pushed.get(id(self), 0) + 1
+        if list(pushed).index(id(self)) == 0 and count == at:
+            raise ZeroDivisionError("no text")
+        return push(self, *arguments)
+
+    monkeypatch.setattr(engine._TextReader, "push", raising)
+    bad, *good = llm.generate(["a", "b", "c"], GREEDY)
+    assert isinstance(bad.error, ReplyFailed)
+    assert bad.error.code == "reply_failed"
+    assert f"after {at} tokens, ZeroDivisionError: no text" in str(bad.error)
+    assert bad.token_ids == want[0][:at]
+    assert (bad.usage.prompt_tokens, bad.usage.completion_tokens) == (len(bad.prompt_token_ids), at)
+    assert [done.token_ids for done in good] == want[1:]
+    assert [done.error for done in good] == [None, None]
+    assert "ZeroDivisionError: no text" in caplog.text  # with its traceback
+    assert at_rest(llm)
+
+
+def test_a_consumer_that_raises_ends_its_own_stream(llm: LLM):
+    want = {text: llm.generate(text, GREEDY)[0].token_ids for text in ("a", "b")}
+    other, got = llm.generate("b", GREEDY, stream=True), list[int]()
+    got += next(other).token_ids
+
+    def consume() -> None:
+        for _ in llm.generate("a", replace(GREEDY, max_tokens=200), stream=True):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        consume()
+    assert len(llm.loop.scheduler.running) == 1
+    for piece in other:
+        got += piece.token_ids
+    assert tuple(got) == want["b"]
+    assert at_rest(llm)
+
+
+def test_a_slow_consumer_holds_nobody_up(llm: LLM):
+    """Its pieces wait, as many as it asked for tokens at most; the others take as many steps as without it."""
+    long = replace(GREEDY, max_tokens=60, ignore_eos=True)
+    want = llm.generate("a", long)[0].token_ids
+
+    def steps(texts: list[str]) -> int:
+        before = llm.loop.scheduler._step
+        llm.generate(texts, GREEDY)
+        return llm.loop.scheduler._step - before
+
+    alone = steps(["b", "c"])
+    slow = llm.generate("a", long, stream=True)
+    got = list(next(slow).token_ids)
+    (session,) = {id(session): session for session in llm._sessions.values()}.values()
+    assert steps(["b", "c"]) == alone
+    assert 0 < len(session.pieces) <= alone
+    for _ in range(8):
+        steps(["b", "c"])
+    assert not llm.loop.busy
+    assert len(session.pieces) <= long.max_tokens
+    for piece in slow:
+        got += piece.token_ids
+    assert tuple(got) == want
     assert at_rest(llm)
 
 
