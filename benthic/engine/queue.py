@@ -1,7 +1,9 @@
 """Who begins next: waiting branches by priority, by what their tenant has had, and by when they should have begun. No
 torch, no clock.
 
-1. Level: the priority, one better for every `patience` seconds of waiting. So each in time reaches the best level.
+1. Level: the priority, one better for every `patience` seconds of waiting, up to the best priority of all that wait. So
+   each in time reaches the best level, and there age counts for nothing: a tenant that has more waiting than there is
+   time for is not ahead of the others for that.
 2. Tenant: the one that has been served least. Service is the seconds of steps that a tenant's rows cost, by the cost
    model. Who comes back after a while without requests begins with what the least served of the active ones has had:
    time away is no credit. Who left with more than that still has it when it comes back.
@@ -39,6 +41,7 @@ class Waiter(Protocol):
     order: int
     index: int
     ended: bool
+    level: int  # when it was taken out
 
 
 B = TypeVar("B", bound=Waiter)
@@ -65,9 +68,6 @@ class Queue(Generic[B]):
     def due(self, since: float, deadline: float | None) -> float:
         latest = since + self.patience if self.patience else math.inf
         return latest if deadline is None else min(deadline, latest)
-
-    def level(self, b: B, now: float) -> int:
-        return b.priority - int((now - b.since) / self.patience) if self.patience else b.priority
 
     # ---- tenants -----------------------------------------------------------------------------------------------------
 
@@ -105,18 +105,21 @@ class Queue(Generic[B]):
 
     def pop(self, now: float) -> B | None:
         """Take out the one that begins next."""
-        best: tuple[int, float, float, int] | None = None
-        chosen: list[tuple[float, int, int, B]] = []
+        heaps: list[list[tuple[float, int, int, B]]] = []
         for tenant in self.tenants.values():
             for heap in tenant.queues.values():
                 while heap and heap[0][3].ended:
                     heapq.heappop(heap)
                 if heap:
-                    due, order, _, b = heap[0]
-                    key = (self.level(b, now), tenant.served, due, order)
-                    if best is None or key < best:
-                        best, chosen = key, heap
-        if best is None:
+                    heaps.append(heap)
+        if not heaps:
             return None
+        best = min([heap[0][3].priority for heap in heaps])
+
+        def key(heap: list[tuple[float, int, int, B]]) -> tuple[int, float, float, int]:
+            due, order, _, b = heap[0]
+            b.level = max(b.priority - (int((now - b.since) / self.patience) if self.patience else 0), best)
+            return b.level, b.tenant.served, due, order
+
         self._waiting -= 1
-        return heapq.heappop(chosen)[3]
+        return heapq.heappop(min(heaps, key=key))[3]

@@ -22,11 +22,11 @@ Beside decode rows, prompts get as many rows as keep the step within its latency
 token budget is the only limit.
 
 When a running sequence needs a block and none is free, a running sequence of a worse rank is preempted, one of the
-worst level: among these the one that costs least to compute again, for each block that it frees. It gives its blocks
-and slot back and waits again, with all its tokens; what it published stays cached as long as nobody needs the room, and
-it goes on behind that. A sequence without worse ones gives way itself. Since the best-ranked running sequence is never
-the victim of another, it always finishes. Draws depend on seed and position only, so a preempted sequence goes on as if
-nothing had happened.
+worst level: among these the one that costs least to compute again for each block that it frees; blocks that others
+hold too are neither freed nor lost. It gives its blocks and slot back and waits again, with all its tokens; what it
+published stays cached as long as nobody needs the room, and it goes on behind that. A sequence without worse ones
+gives way itself. Since the best-ranked running sequence is never the victim of another, it always finishes. Draws
+depend on seed and position only, so a preempted sequence goes on as if nothing had happened.
 
 A waiting sequence is admitted when the pool holds all its tokens, all that running prefills still need, and one block
 for each sequence that may grow; when nobody holds any, it is admitted at once.
@@ -166,6 +166,7 @@ class Branch:
         "keep",
         "keys",
         "lease",
+        "level",
         "limit",
         "low",
         "marked",
@@ -193,7 +194,7 @@ class Branch:
     def __init__(self, request: Request, index: int, order: int, ends: frozenset[int], limit: int):
         params = request.params
         self.request, self.index, self.params = request.id, index, params
-        self.priority, self.order = request.priority, order
+        self.priority, self.level, self.order = request.priority, request.priority, order
         self.tenant: Tenant  # set as it is put into the queue, with the next three
         self.since = self.due = 0.0
         self.deadline = request.deadline
@@ -599,26 +600,26 @@ class Scheduler:
         worst = self.running[-1]
         if worst is b:
             return b
-        references = self.cache.blocks.references
         best, least = worst, math.inf
         for other in reversed(self.running):
             if other.rank[0] != worst.rank[0] or other.rank <= b.rank:
                 break
-            assert other.lease is not None
-            freed = sum([references[block] == 1 for block in other.lease.blocks])
-            if freed and (price := self._again_seconds(other) / freed) < least:
-                best, least = other, price
+            freed, seconds = self._worth(other)
+            if freed and seconds / freed < least:
+                best, least = other, seconds / freed
         return best
 
-    def _again_seconds(self, b: Branch) -> float:
-        """What it costs to compute a preempted one again, as long as the blocks that it published stay."""
-        start, prefixes, lease = 0, self.prefixes, b.lease
+    def _worth(self, b: Branch) -> tuple[int, float]:
+        """What taking its blocks back would bring and cost: blocks that nobody else holds, and seconds to compute what
+        is then gone. Its published blocks may well stay cached, but they count as gone: blocks are short."""
+        lease, prefixes, references = b.lease, self.prefixes, self.cache.blocks.references
         assert lease is not None
-        if prefixes is not None and b.cache.read and b.params.prompt_logprobs is None:
-            hit = lease.cached * self.cache.block_tokens
-            start = hit if b.keeps_states and self.cache.snapshots.slots else self._start(b, prefixes, hit)
-        start = min(max(start, 0), b.computed)
-        return self.cost.chunk_seconds(start, b.computed - start)
+        freed, start, shared = sum([references[block] == 1 for block in lease.blocks]), 0, 0
+        while shared < lease.cached and references[lease.blocks[shared]] > 1:
+            shared += 1
+        if shared and prefixes is not None and b.cache.read and b.params.prompt_logprobs is None:
+            start = min(max(self._start(b, prefixes, shared * self.cache.block_tokens), 0), b.computed)
+        return freed, self.cost.chunk_seconds(start, b.computed - start)
 
     def _make_room(self, b: Branch, tokens: int, rows: dict[Branch, int]) -> bool:
         """Room for `tokens` of `b`, taken from worse-ranked ones if need be. False: `b` itself had to give way."""
@@ -721,7 +722,7 @@ class Scheduler:
             else:
                 self._fork(b, lease, source)
             b.begun, b.planned = True, b.computed
-            b.rank = (self.queue.level(b, self.now), b.order, b.index)
+            b.rank = (b.level, b.order, b.index)
             insort(self.running, b, key=attrgetter("rank"))
             count = max(self._chunk_rows(b, room), 1)
             grown = self.cache.grow(lease, b.planned + count)

@@ -1,19 +1,22 @@
-"""What is compared: the engine's scheduler, and two simpler rules on top of the same code.
+"""What is compared: the engine's scheduler, and simpler rules on top of the same code.
 
 `ours`          prompts get what the latency target leaves beside decode rows.
 `fixed N`       every step has up to N rows, decode rows first, whatever that takes.
+`last goes`     ours, but when memory is short the one that came last gives way.
+`in order`      ours, but all tenants are one.
 `prefill first` prompts are computed as soon as they are there, in steps of their own; decode rows wait meanwhile.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from benthic.cache.manager import CacheManager
 from benthic.cache.replay import Windows
 from benthic.engine.cost import CostModel
-from benthic.engine.scheduler import Prefixes, Scheduler
+from benthic.engine.scheduler import Branch, Prefixes, Scheduler
 from benthic.sim.trace import VOCAB_SIZE
-from benthic.types import StepPlan
+from benthic.types import Request, StepPlan
 
 
 class PrefillFirst(Scheduler):
@@ -30,6 +33,20 @@ class PrefillFirst(Scheduler):
         if self.queue:
             self._start_waiting(rows, room)
         return self._plan_of(rows) if rows else super().plan()
+
+
+class ByRankAlone(Scheduler):
+    """Who gives way is who came last of the worst level, whatever that costs."""
+
+    def _victim(self, b: Branch) -> Branch:
+        return self.running[-1]
+
+
+class InOrder(Scheduler):
+    """Requests begin in the order in which they came, whoever sends them."""
+
+    def _enqueue(self, request: Request) -> None:
+        super()._enqueue(replace(request, tenant=""))
 
 
 class World(NamedTuple):
@@ -69,6 +86,14 @@ def ours(stretch: float = 1.8) -> Policy:
 
 def fixed(rows: int) -> Policy:
     return Policy(f"fixed {rows}", lambda world, cost: _scheduler(Scheduler, world, cost, rows))
+
+
+def by_rank_alone() -> Policy:
+    return Policy("last goes", lambda world, cost: _scheduler(ByRankAlone, world, cost, itl_stretch=1.8))
+
+
+def in_order() -> Policy:
+    return Policy("in order", lambda world, cost: _scheduler(InOrder, world, cost, itl_stretch=1.8))
 
 
 def prefill_first() -> Policy:

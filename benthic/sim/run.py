@@ -6,7 +6,7 @@ from typing import Any
 
 from benthic.errors import MissingDependency
 from benthic.sim.engine import Machine, Outcome, simulate
-from benthic.sim.scenarios import Scale, Scenario, curve, measures, policies
+from benthic.sim.scenarios import Scale, Scenario, curve, measures
 from benthic.sim.trace import Arrival
 
 STRETCH_ALLOWED = 2.0  # p99 of gaps with long prompts arriving, over the same without
@@ -36,11 +36,10 @@ def run(
         trace = scenario.make(scale, seed, seconds)
         if not trace:
             continue
-        for policy in policies(scale):
+        world = scale.world._replace(blocks=scale.scarce) if scenario.scarce else scale.world
+        for policy in scenario.policies(scale):
             say(f"{scenario.name}, {policy.name}")
-            runs.append(
-                _entry(scenario.name, scenario.calm, trace, simulate(trace, policy, scale.world, machine, seed))
-            )
+            runs.append(_entry(scenario.name, scenario.calm, trace, simulate(trace, policy, world, machine, seed)))
     return {
         "machine": {"name": machine.name, "noise": machine.noise, "stalls": machine.stall}
         | {"coefficients": machine.cost.now._asdict()},

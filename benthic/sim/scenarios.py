@@ -1,6 +1,7 @@
 """The traces that policies are compared on, the machines they run on, and what is reported of a run."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ from benthic.cache.replay import Windows
 from benthic.engine.cost import Coefficients
 from benthic.sim import trace
 from benthic.sim.engine import Life, Outcome
-from benthic.sim.policies import Policy, World, fixed, ours, prefill_first
+from benthic.sim.policies import Policy, World, by_rank_alone, fixed, in_order, ours, prefill_first
 from benthic.sim.trace import Arrival, Lengths
 
 # One rank of eight with V4.1-Flash on an H200, from docs/decisions/0002-hopper.md: 64 decode rows at 32K take 25.7 ms,
@@ -29,6 +30,7 @@ class Scale(NamedTuple):
     turn: tuple[int, int, int]  # tokens: system prompt, new ones of a turn, most of a session
     hashed_rate: float  # conversations of the Mooncake form that begin in a second; 0: too long for this machine
     fixed: tuple[int, ...]  # rows a step, of the policies with fixed chunks
+    scarce: int  # blocks, where memory is short
 
 
 H200 = Scale(
@@ -41,6 +43,7 @@ H200 = Scale(
     turn=(3000, 400, 60000),
     hashed_rate=0.25,
     fixed=(512, 2048, 8192),
+    scarce=1000,
 )
 SMALL = Scale(
     world=World(slots=32, blocks=2000, token_budget=1024, context=16384, windows=Windows(128, 3, 3), snapshots=32),
@@ -52,10 +55,11 @@ SMALL = Scale(
     turn=(800, 120, 8000),
     hashed_rate=0.0,
     fixed=(128, 512, 1024),
+    scarce=120,
 )
 
 
-def policies(scale: Scale) -> list[Policy]:
+def _chunks(scale: Scale) -> list[Policy]:
     return [ours(), *(fixed(rows) for rows in scale.fixed), prefill_first()]
 
 
@@ -63,6 +67,8 @@ class Scenario(NamedTuple):
     name: str
     make: Callable[[Scale, int, float], list[Arrival]]
     calm: str | None = None  # the scenario that it is without what is hard about it
+    policies: Callable[[Scale], list[Policy]] = _chunks
+    scarce: bool = False  # blocks
 
 
 def _chat(scale: Scale, seed: int, seconds: float) -> list[Arrival]:
@@ -90,12 +96,31 @@ def _hashed(scale: Scale, seed: int, seconds: float) -> list[Arrival]:
     return trace.parse(trace.conversations(seed, seconds=seconds, rate=scale.hashed_rate))
 
 
+def _tenants(scale: Scale, seed: int, seconds: float) -> list[Arrival]:
+    """One sends four times what there is time for, for half of the time; the other a chat now and then."""
+    flood = trace.poisson(seed, seconds=seconds / 2, rate=8 * scale.rate, lengths=scale.lengths, tenant="flood")
+    other = trace.poisson(
+        seed, seconds=seconds, rate=scale.rate / 4, lengths=scale.lengths, tenant="other", kind="other"
+    )
+    return trace.merged(flood, other)
+
+
+def _stories(scale: Scale, seed: int, seconds: float) -> list[Arrival]:
+    """Long answers to long prompts; half of these begin with one of three common beginnings."""
+    head, lengths = scale.turn[0], replace(scale.lengths, output=8 * scale.lengths.output)
+    chats = trace.poisson(seed, seconds=seconds, rate=scale.rate / 3, lengths=lengths, kind="story")
+    heads = [1 + i % 3 if i % 2 else 10 + i for i in range(len(chats))]
+    return [replace(chat, prompt=((id, head), *chat.prompt)) for id, chat in zip(heads, chats, strict=True)]
+
+
 SCENARIOS = [
     Scenario("chat", _chat),
     Scenario("long prompts", _long, calm="chat"),
     Scenario("bursts", _bursts, calm="chat"),
     Scenario("agents", _agents),
     Scenario("conversations", _hashed),
+    Scenario("tenants", _tenants, policies=lambda scale: [ours(), in_order()]),
+    Scenario("little memory", _stories, policies=lambda scale: [ours(), by_rank_alone()], scarce=True),
 ]
 
 
@@ -127,6 +152,7 @@ def measures(outcome: Outcome) -> dict[str, float]:
         "itl_max": max(gaps, default=0.0),
         "longest_wait": max((_wait(life, outcome) for life in lives), default=0.0),
         "preemptions": outcome.preemptions,
+        "rows_again": outcome.rows - sum(_rows(life) for life in answered),
         "steps": outcome.steps,
         "cost_error": outcome.cost_error,
     }
@@ -138,6 +164,11 @@ def measures(outcome: Outcome) -> dict[str, float]:
 
 def _wait(life: Life, outcome: Outcome) -> float:
     return (outcome.seconds if life.begun is None else life.begun) - life.arrival.at
+
+
+def _rows(life: Life) -> int:
+    """What has to be computed for a request; the last token of an answer is not."""
+    return life.arrival.prompt_tokens - life.cached + len(life.tokens) - 1
 
 
 def _kinds(lives: Iterable[Life]) -> list[str]:

@@ -24,6 +24,7 @@ class Waits:
     order: int
     index: int = 0
     ended: bool = False
+    level: int = 0
 
 
 @dataclass
@@ -64,7 +65,7 @@ def slow(world: World) -> Waits | None:
 
     def key(b: Waits) -> tuple[float, ...]:
         aged = b.priority - ((world.now - b.since) // world.patience if world.patience else 0)
-        return aged, b.tenant.served, b.due, b.order
+        return max(aged, min(b.priority for b in world.there)), b.tenant.served, b.due, b.order
 
     heads: dict[tuple[str, int], Waits] = {}  # within a tenant and a priority only the due time counts
     for b in sorted(world.there, key=lambda b: (b.due, b.order)):
@@ -134,6 +135,21 @@ def test_a_far_deadline_is_no_reason_to_wait():
     later = world.arrive()
     soon = world.arrive(deadline=9.0)
     assert [world.take() for _ in range(3)] == [soon, far, later]
+
+
+def test_a_tenants_backlog_puts_it_ahead_of_nobody():
+    world = World(patience=10.0)
+    old = [world.arrive("flood") for _ in range(50)]
+    old[0].tenant.served = 100.0
+    world.now = 500.0
+    fresh = world.arrive("other", 0)
+    fresh.tenant.served = 1.0
+    low = world.arrive("other", 1)
+    assert world.take() is fresh
+    assert world.take() is old[0]
+    world.now = 510.0
+    assert world.take() is low  # as good as the others by now
+    assert low.level == 0
 
 
 def test_without_patience_priorities_are_strict():
