@@ -166,7 +166,7 @@ class Probe:
     steps: tuple[StepPlan, ...]
     images: Tensor  # [rows] bool: rows of an image span
     sampled: Tensor  # [R] int64 rows whose sites are kept, numbered request after request: plain ones, then special
-    kinds: dict[str, slice]  # of those rows: "plain", "quiet", "loud", "driven"
+    kinds: dict[str, slice]  # of those rows: "plain", "quiet", "loud", "driven", "image"
     entries: Tensor  # [E] int64 entries of the long request whose records are kept
 
     @property
@@ -192,10 +192,11 @@ def probe(model: ModelConfig, seed: int) -> Probe:
         prompts[1] = (*prompts[1][:8], *([model.image_token_id] * 8), *prompts[1][16:])
     steps = plans(prompts, 75, 8)
     unusual = {kind: special(kind, long).tolist()[:3] for kind in SPECIAL}
-    taken = set().union(*unusual.values())
-    edges = {1, 63, 65, 75, 128, config.sliding_window, long - 30, long - 12, *range(long - 7, long)}
+    taken = set().union(*(special(kind, sum(lengths)).tolist() for kind in SPECIAL))
+    unusual["image"] = [row for row in images.nonzero()[:, 0].tolist() if row not in taken][:3]
+    edges = {1, 63, 65, 75, 128, config.sliding_window, long - 30, long - 12, *range(long - 4, long)}
     rows = sorted(row for row in edges - taken if 0 <= row < long)
-    rows += sorted({long, long + min(12, lengths[1] - 1), long + lengths[1] - 1, long + lengths[1]})
+    rows += sorted({long, long + min(20, lengths[1] - 1), long + lengths[1] - 1, long + lengths[1]})
     kinds = {"plain": slice(0, len(rows))}
     for kind, some in unusual.items():
         kinds[kind] = slice(len(rows), len(rows) + len(some))
