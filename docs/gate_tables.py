@@ -23,7 +23,7 @@ def levels() -> str:
         cells: list[str] = []
         for _, (found, _) in runs:
             one = next((one for one in found["levels"] if one["level"] == level["level"]), None)
-            bounded = [line["margin"] for line in one["lines"] if line["bound"] is not None] if one else []
+            bounded = [line["margin"] for line in one["lines"] if line["bound"]] if one else []  # none, or 0: exact
             least = f", {100 * min(bounded):.0f} %" if bounded else ""
             cells.append(f"{one['seconds']:.1f} s, {len(one['lines'])}{least}" if one else "")
         rows.append([f"`{level['level']}`", *cells])

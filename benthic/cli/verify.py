@@ -6,6 +6,7 @@ does not. `--make-goldens` writes what answers are measured by beside the weight
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -113,7 +114,10 @@ def _body(verdict: "Verdict") -> dict[str, Any]:
             "passed": outcome.passed,
             "skipped": outcome.skipped or None,
             "seconds": outcome.seconds,
-            "lines": [asdict(line) | {"passed": line.passed, "margin": line.margin} for line in outcome.lines],
+            "lines": [
+                asdict(line) | {"error": _finite(line.error), "passed": line.passed, "margin": _finite(line.margin)}
+                for line in outcome.lines
+            ],
         }
         for outcome in verdict.outcomes
     ]
@@ -126,6 +130,11 @@ def _body(verdict: "Verdict") -> dict[str, Any]:
         "key": dict(verdict.key),
         "levels": outcomes,
     }
+
+
+def _finite(x: float) -> float | None:
+    """JSON knows no infinity: what cannot be measured, and the margin of what allows nothing, are null."""
+    return x if math.isfinite(x) else None
 
 
 def _keep(verdict: "Verdict", settings: config.Config, folder: str) -> None:

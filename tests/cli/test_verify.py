@@ -1,6 +1,7 @@
 """`benthic verify` on the command line: lines, JSON, exit codes, and the line that generate and chat say."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -81,6 +82,14 @@ def test_json_is_one_object(says: Said, capsys: pytest.CaptureFixture[str]) -> N
     assert [level["passed"] for level in body["levels"]] == [True, False]
     line = body["levels"][1]["lines"][1]
     assert (line["name"], line["passed"], line["margin"]) == ("layer 4, attention", False, -6.5)
+
+
+def test_json_holds_no_infinity(says: Said, capsys: pytest.CaptureFixture[str]) -> None:
+    says((Outcome("ops", (Line("ops", "no kernel image", 1, math.inf, 0.0, "error"),), 0.1),), False)
+    assert main(["verify", "minnow", "--json"]) == 1
+    body = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    (line,) = body["levels"][0]["lines"]
+    assert (line["error"], line["bound"], line["margin"], line["passed"]) == (None, 0.0, None, False)
 
 
 def test_a_verdict_is_kept_where_the_flag_says(says: Said, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

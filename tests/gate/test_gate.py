@@ -86,10 +86,9 @@ def test_of_a_large_checkpoint_some_layers_are_looked_at(bare: Path, monkeypatch
     assert any(line.name == "loaded, layers.8" for line in found.outcomes[0].lines)
 
 
-@pytest.mark.parametrize("numerics", ["reference", "production"])
-def test_steps_in_the_form_of_a_gpu_pass_the_same_levels(golden: Path, numerics: str) -> None:
+def test_steps_in_the_form_of_a_gpu_pass_the_same_levels(golden: Path) -> None:
     """Here on the plain references, where nothing else serves their ops; entries of a layer have the same numbers."""
-    with LLM(config=settings(golden, numerics=numerics)) as llm:
+    with LLM(config=settings(golden)) as llm:
         subject = gate.Subject(llm, "quick", lambda _: None, 1)
         subject.on_device = True
         lines = [line for level in ("ops", "layers") for line in gate.LEVELS[level](subject)]
