@@ -4,6 +4,7 @@ A handful runs here on a small random checkpoint. All of them, on minnow, throug
 tests below, and `python -m tests.gate.faults`, whose result is kept and stands in docs/correctness.md.
 """
 
+import json
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,6 +19,9 @@ from benthic.models.registry import model_dir
 from benthic.testing import goldens
 from tests.gate.conftest import settings
 from tests.gate.faults import BY_NAME, FAULTS, ON_DEVICE, SEED, Fault, Patch, caught, try_fault, verdict_with
+
+ROOT = Path(__file__).parents[2]
+RESULT = ROOT / "results" / "amd-epyc-2-cores" / "gate-faults.json"
 
 needs_native = pytest.mark.skipif(not build.status().available, reason=f"no native kernels: {build.status().detail}")
 
@@ -108,6 +112,12 @@ def test_every_fault_is_one() -> None:
 
 
 # ---- all of them, on minnow ------------------------------------------------------------------------------------------
+
+
+def test_what_is_kept_is_of_these_faults() -> None:
+    body = json.loads(RESULT.read_text())
+    assert [one["fault"] for one in body["faults"]] == [fault.name for fault in FAULTS]
+    assert body["caught"] == sum(one["level"] is not None for one in body["faults"]) >= 24 / 25 * len(FAULTS)
 
 
 needs_goldens = pytest.mark.skipif(
