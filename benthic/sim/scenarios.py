@@ -181,9 +181,9 @@ def jain(shares: Sequence[float]) -> float:
     return fmean(shares) ** 2 / fmean(share * share for share in shares) if any(shares) else 1.0
 
 
-def curve(outcome: Outcome, most: int = 400) -> list[float]:
+def curve(outcome: Outcome, most: int = 120) -> list[float]:
     """Gaps between tokens, every so many of them in order of size, the largest ones all: what a plot needs."""
     gaps = sorted(gap for life in outcome.lives for gap in life.gaps)
     count = len(gaps)
-    at = sorted({*(round(i * (count - 1) / most) for i in range(most + 1)), *range(max(count - 50, 0), count)})
+    at = sorted({*(round(i * (count - 1) / most) for i in range(most + 1)), *range(max(count - 30, 0), count)})
     return [gaps[i] for i in at] if gaps else []
