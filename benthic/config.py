@@ -45,6 +45,12 @@ class SchedulerConfig:
         low=0,
     )
     prefill_floor: int = opt(16, "rows of prompts that a step computes whatever its target is, tokens", low=1)
+    prompt_slowdown: float = opt(
+        5.0,
+        "a prompt may take so many times what it takes alone, and 2 s more; while one takes longer, the target of a "
+        "step grows in proportion, so that prompts do not pile up; 0: the target holds whatever waits",
+        low=0,
+    )
     patience_seconds: float = opt(
         30.0,
         "a request that waits moves up by one priority every so many seconds, and is due after so many if it has no "

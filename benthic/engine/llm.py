@@ -904,6 +904,7 @@ def build_loop(
         itl_stretch=config.scheduler.itl_stretch,
         prefill_floor=config.scheduler.prefill_floor,
         grid=BLOCK_TOKENS if config.deterministic else 1,
+        prompt_slowdown=config.scheduler.prompt_slowdown,
         patience=config.scheduler.patience_seconds,
     )
     sampler = Sampler(model.vocab_size, device, never)

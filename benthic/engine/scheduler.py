@@ -19,7 +19,8 @@ Rank is (level when it began, arrival, branch): who gives way when memory is sho
 
 Beside decode rows, prompts get as many rows as keep the step within its latency target, as the cost model tells
 (`engine/cost.py`), but never fewer than a floor, so that they go on whatever the target is. Without decode rows the
-token budget is the only limit.
+token budget is the only limit. Where more prompts come than the target leaves time for, they would wait ever longer; so
+a prompt that takes too long makes the target give way.
 
 When a running sequence needs a block and none is free, a running sequence of a worse rank is preempted, one of the
 worst level: among these the one that costs least to compute again for each block that it frees; blocks that others
@@ -91,6 +92,7 @@ from benthic.types import (
 )
 
 MOST_IN_FLIGHT = 2  # one runs, one waits behind it
+_PROMPT_SECONDS = 2.0  # that any prompt may take
 _LONG_PASSED = 16  # waiting prompts that a step looks at in vain because a shorter one is under way
 HISTORY_IDS = 16  # ids before a sequence's first row that a model may want to know
 
@@ -295,6 +297,7 @@ class Scheduler:
         itl_stretch: float = 0.0,
         prefill_floor: int = 16,
         grid: int = 1,
+        prompt_slowdown: float = 0.0,
         patience: float = 30.0,
     ):
         """As many sequences run as the cache has slots.
@@ -307,6 +310,8 @@ class Scheduler:
         itl_seconds         a step with decode rows takes no longer, as far as that depends on rows of prompts; 0: no
                             longer than `itl_stretch` times what it takes without them; both 0: no such limit.
         prefill_floor       rows of prompts that a step takes all the same.
+        prompt_slowdown     a prompt may take so many times what it takes alone, and 2 s; while one takes longer, the
+                            target of a step grows in proportion. 0: it does not.
         grid                chunks that do not end their prompt end at multiples of this position, where that leaves
                             them a row; else of half of it, and so on. A power of two.
         patience            seconds of waiting that make up for one step of priority, see `engine/queue.py`.
@@ -321,7 +326,7 @@ class Scheduler:
         self.prefixes = prefixes
         self.cost = cost or CostModel()
         self.itl_seconds, self.itl_stretch = itl_seconds, itl_stretch
-        self.prefill_floor, self.grid = prefill_floor, grid
+        self.prefill_floor, self.prompt_slowdown, self.grid = prefill_floor, prompt_slowdown, grid
         self.now = 0.0  # seconds on the loop's clock, set before each step
         self.running: list[Branch] = []  # best rank first
         self.preemptions = 0
@@ -449,7 +454,7 @@ class Scheduler:
             elif length <= b.lease.capacity or grow(b.lease, length) or self._make_room(b, length, rows):
                 rows[b] = 1
         if prefills or self.queue:
-            self._add_prompts(rows, prefills, self._room(rows), preempted)
+            self._add_prompts(rows, prefills, self._room(rows, prefills), preempted)
         return self._plan_of(rows)
 
     def plan_over(self) -> StepPlan | None:
@@ -634,13 +639,21 @@ class Scheduler:
                 return False
         return True
 
-    def _room(self, rows: dict[Branch, int]) -> _Room:
-        """What is left beside the decode rows of a step."""
+    def _room(self, rows: dict[Branch, int], prefills: Sequence[Branch]) -> _Room:
+        """What is left beside the decode rows of a step, with these prompts under way."""
         decodes, left = len(rows), self.token_budget - len(rows)
         if not decodes or not self.cost.ready or not (self.itl_seconds or self.itl_stretch):
             return _Room(left)
         base = self.cost.seconds(Shape(decodes, context=sum([b.length for b in rows]), logits=decodes))
-        return _Room(left, (self.itl_seconds or self.itl_stretch * base) - base, self.prefill_floor)
+        most = self.itl_seconds or self.itl_stretch * base
+        if self.prompt_slowdown:
+            most *= max([1.0, *(self._late(b) for b in prefills if not b.output_tokens)])
+        return _Room(left, most - base, self.prefill_floor)
+
+    def _late(self, b: Branch) -> float:
+        """How long ago a prompt came, over the time it may take."""
+        alone = self.cost.chunk_seconds(b.hit, b.prompt_tokens - b.hit)
+        return (self.now - b.since) / (_PROMPT_SECONDS + self.prompt_slowdown * alone)
 
     def _add_prompts(self, rows: dict[Branch, int], prefills: list[Branch], room: _Room, preempted: int) -> None:
         """Rows of prompts beside the decode rows of a step, those that run in `prefills`. See 2. to 5. above.

@@ -13,10 +13,14 @@ from typing import NamedTuple
 
 from benthic.cache.manager import CacheManager
 from benthic.cache.replay import Windows
+from benthic.config import SchedulerConfig
 from benthic.engine.cost import CostModel
 from benthic.engine.scheduler import Branch, Prefixes, Scheduler
 from benthic.sim.trace import VOCAB_SIZE
 from benthic.types import Request, StepPlan
+
+_DEFAULTS = SchedulerConfig()
+OURS = {"itl_stretch": _DEFAULTS.itl_stretch, "prompt_slowdown": _DEFAULTS.prompt_slowdown}
 
 
 class PrefillFirst(Scheduler):
@@ -24,7 +28,7 @@ class PrefillFirst(Scheduler):
 
     def plan(self) -> StepPlan:
         rows = {}
-        room = self._room(rows)
+        room = self._room(rows, ())
         for b in tuple(self.running):
             count = self._chunk_rows(b, room) if b.lease is not None and b.length - b.planned > 1 else 0
             if count and self._make_room(b, b.planned + count, rows):
@@ -80,8 +84,8 @@ def _scheduler(
     )
 
 
-def ours(stretch: float = 1.8) -> Policy:
-    return Policy("ours", lambda world, cost: _scheduler(Scheduler, world, cost, itl_stretch=stretch))
+def ours(**settings: float) -> Policy:
+    return Policy("ours", lambda world, cost: _scheduler(Scheduler, world, cost, **{**OURS, **settings}))
 
 
 def fixed(rows: int) -> Policy:
@@ -89,11 +93,11 @@ def fixed(rows: int) -> Policy:
 
 
 def by_rank_alone() -> Policy:
-    return Policy("last goes", lambda world, cost: _scheduler(ByRankAlone, world, cost, itl_stretch=1.8))
+    return Policy("last goes", lambda world, cost: _scheduler(ByRankAlone, world, cost, **OURS))
 
 
 def in_order() -> Policy:
-    return Policy("in order", lambda world, cost: _scheduler(InOrder, world, cost, itl_stretch=1.8))
+    return Policy("in order", lambda world, cost: _scheduler(InOrder, world, cost, **OURS))
 
 
 def prefill_first() -> Policy:

@@ -102,6 +102,29 @@ def test_without_a_target_or_without_knowledge_the_budget_is_the_limit():
         assert loop.times[-1].tokens == 120
 
 
+@pytest.mark.parametrize(("slowdown", "waited"), [(5.0, 1.0), (5.0, 4.0), (1.0, 4.0), (0.0, 4.0)])
+def test_a_prompt_that_takes_too_long_makes_the_target_give_way(slowdown: float, waited: float):
+    """By as much as it is late: what it may take is so many times what it takes alone, and two seconds."""
+    loop, plans = world(itl_stretch=1.5, prompt_slowdown=slowdown)
+    now = 0.0
+    loop.clock = lambda: now
+    loop.inbox.put(Request(1, prompt(3, 1), greedy(max_tokens=90, ignore_eos=True), 0))
+    loop.step()
+    loop.inbox.put(Request(2, prompt(350, 2), greedy(max_tokens=3), 0))
+    loop.step()
+    now = waited
+    loop.step()
+    (chunk,) = [chunk for chunk in plans[-1].chunks if chunk.request == 2]
+    took = CostModel(COST).seconds(Shape.of(plans[-1]))
+    base = without_prompts(plans[-1])
+    late = max(waited / (2.0 + slowdown * CostModel(COST).chunk_seconds(0, 350)), 1.0) if slowdown else 1.0
+    assert (late > 1.5) == (waited == 4.0 and slowdown > 0)
+    one_more = CostModel(COST).chunk_seconds(chunk.start, len(chunk.tokens) + 1)
+    one_more -= CostModel(COST).chunk_seconds(chunk.start, len(chunk.tokens))
+    assert took <= 1.5 * late * base
+    assert took + one_more > 1.5 * late * base
+
+
 class Whims(CostModel):
     """Predictions that change with every question, as a clock's do."""
 

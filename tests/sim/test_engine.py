@@ -38,7 +38,7 @@ def test_a_turn_finds_what_the_one_before_it_said():
 def test_prefill_first_lets_decode_rows_wait():
     chat = Arrival(0.0, ((1, 10),), 200, 9)
     long = Arrival(0.5, ((2, 6000),), 1, 8)
-    for policy, most in ((prefill_first(), 6 * 0.11), (fixed(100), 0.021), (ours(1.5), 0.0166)):
+    for policy, most in ((prefill_first(), 6 * 0.11), (fixed(100), 0.021), (ours(itl_stretch=1.5), 0.0166)):
         life = simulate([chat, long], policy, WORLD, EXACT).lives[0]
         assert max(life.gaps) == pytest.approx(most + 0.0, rel=0.05)
 
