@@ -29,6 +29,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": config.markdown,
     "metrics.md": metrics.markdown,
     "kernels.md": tables("kernels.md", kernel_tables.BLOCKS),
+    "../README.md": tables("../README.md", kernel_tables.README),
     "correctness.md": tables("correctness.md", gate_tables.BLOCKS),
     "determinism.md": tables("determinism.md", loop_tables.BLOCKS),
 }

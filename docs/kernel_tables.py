@@ -1,4 +1,4 @@
-"""The generated tables of kernels.md: what was measured, from the files of results/.
+"""The generated tables of kernels.md and the README's of GPUs: what was measured, from the files of results/.
 
 A table whose file is not there yet says which command makes it.
 """
@@ -220,6 +220,31 @@ def steps(found: Found, link: str) -> str:
     return "\n".join(lines)
 
 
+def rank_in_short() -> str:
+    """For the README, from whose folder links start: steps at 32K, and what a prompt takes."""
+    rows: list[list[str]] = []
+    sources: list[str] = []
+    for numerics in ("production", "fast"):
+        got = read(f"rank-ep8-{numerics}")
+        if got is None:
+            continue
+        found, link = got
+        sources.append(source(found, link.removeprefix("../")))
+        for step in found["steps"]:
+            if step["context"] == 32768 and "error" not in step:
+                what = f"decode step, {step['rows']} rows of {step['requests']} requests"
+                took = [f"{step['step_ms']:.1f} ms", f"{step['floor_ms']:.1f} ms", f"{step['times_floor']:.2f}"]
+                rates = f"{step['tokens_per_second']:.0f}, {step['tokens_per_second_a_user']:.0f} a user"
+                rows.append([numerics, what, *took, rates])
+        part = found["prefill"].get("encoder")
+        if part is not None:
+            speed, least = part["tokens_per_second"], part["floor_seconds"]
+            took = [f"{part['seconds']:.2f} s", f"{least:.2f} s", f"{part['seconds'] / least:.2f}", f"{speed:.0f}"]
+            rows.append([numerics, f"prefill of {found['prefill']['tokens']} tokens", *took])
+    head = ("profile", "what", "measured", "floor", "times", "tokens/s")
+    return f"{' '.join(sources)}\n\n{grid(head, rows, 2)}" if rows else absent("benthic bench rank --ranks 8")
+
+
 # ---- the mode with the same bits, minnow, CPU and GPU ----------------------------------------------------------------
 
 
@@ -315,3 +340,4 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "texts": texts,
     "compared": compared,
 }
+README: dict[str, Callable[[], str]] = {"rank in short": rank_in_short}

@@ -30,6 +30,7 @@ from benthic.models.registry import model_dir
 from benthic.models.weights import Checkpoint
 from benthic.testing import layers
 from benthic.testing.ops import Finding, Line, Place, findings, moved, moved_options, unit, watching
+from benthic.testing.tolerances import SUMS, regridded
 from benthic.text.prompt import ChatEncoder
 from benthic.text.tokenizer import Tokenizer
 from benthic.types import NUMERICS, Numerics, SamplingParams, StepPlan
@@ -37,6 +38,7 @@ from benthic.types import NUMERICS, Numerics, SamplingParams, StepPlan
 LOGITS = 1e-4  # most absolute difference of logits without quantisers
 LAYER = 2.0**-8  # most median relative difference of a layer's streams where activations are bfloat16
 LAYER_FLOAT = 1e-5
+LAYER_FP8 = regridded(SUMS, 3)  # and where a matrix unit adds up FP8 products: a sublayer has three grids in a row
 BLOCKS = 64  # of the pool, at least
 LEVELS = ("op", "layer", "logits", "text")  # of a comparison, from where an error is made to what a user sees
 
@@ -148,7 +150,8 @@ def layer_lines(
     """Each sublayer's input and each layer, both sides fed with the left side's streams; each side keeps its cache."""
     count = max(len(step.chunks) for step in steps)
     a, b = (Side(checkpoint, numerics, where, count) for where in (left, right))
-    bound = LAYER if NUMERICS[numerics].quantise else LAYER_FLOAT
+    profile, gpu = NUMERICS[numerics], "cuda" in (left.device.type, right.device.type)
+    bound = LAYER_FP8 if profile.one_scale and gpu else LAYER if profile.quantise else LAYER_FLOAT
     errors: dict[str, list[Tensor]] = {}
     cpu = torch.device("cpu")
     for plan in steps:

@@ -296,7 +296,7 @@ def findings(
         here, there = (t.view(torch.uint8)[live].cpu() for t in (bytes_, other))
         yield Finding(f"{name}: bytes", _share(here != there), 0.0)
     yield from _stored(name, mine, theirs)
-    yield from _differences(name, args, want, got)
+    yield from _differences(name, args, want, got, _fp8(name, args) and any(_on_gpu(each) for each in (mine, theirs)))
 
 
 def run_errors(name: str, args: tuple[Any, ...], got: Any) -> Iterator[tuple[str, Tensor]]:
@@ -367,7 +367,19 @@ def _stored(name: str, mine: tuple[Any, ...], theirs: tuple[Any, ...]) -> Iterat
         yield Finding(f"{name}: codes", _share(want != got), TIES)
 
 
-def _differences(name: str, args: tuple[Any, ...], want: Any, got: Any) -> Iterator[Finding]:
+def _fp8(name: str, args: tuple[Any, ...]) -> bool:
+    """Are both operands of the op's products FP8 codes under one scale a row?"""
+    if name == "experts":
+        return bool(args[8])
+    return name in ("linear", "grouped_linear") and isinstance(args[1], quant.RowMatrix)
+
+
+def _on_gpu(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(x, Tensor) and x.is_cuda for x in args)
+
+
+def _differences(name: str, args: tuple[Any, ...], want: Any, got: Any, fp8: bool) -> Iterator[Finding]:
+    """fp8: one side's matrix unit has added up FP8 products."""
     if want is None:
         return
     got = moved(got, torch.device("cpu"))
@@ -398,21 +410,21 @@ def _differences(name: str, args: tuple[Any, ...], want: Any, got: Any) -> Itera
         # on each side the pooled row rounds, then the normed one
         yield Finding(name, excess("rotate", got[ends], want[ends].double(), largest(want[ends])), 4.0)
     else:
-        rule, scale = _rule(name, args)
+        rule, scale = _rule(name, args, fp8)
         for a, b in pairs:
             size = largest(a) if scale is None else scale.cpu()
             # each side may be one tolerance from the exact value
             yield Finding(name, excess(rule, b, a.double(), size), 2.0)
 
 
-def _rule(name: str, args: tuple[Any, ...]) -> tuple[str, Tensor | None]:
+def _rule(name: str, args: tuple[Any, ...], fp8: bool) -> tuple[str, Tensor | None]:
     """The tolerance that holds, and the size of what was summed; None: the largest of the row."""
     if name in ("linear", "grouped_linear"):
         x, weight = args[0].float().abs(), quant.values(args[1]).float()
         size = x @ weight.abs().mT if name == "linear" else torch.einsum("tgk,gnk->tgn", x, weight.abs())
-        return "linear", size.double()
+        return ("linear_fp8" if fp8 else "linear"), size.double()
     if name == "experts":
-        return ("experts_rounded" if args[6] else "experts"), None
+        return ("experts_fp8" if fp8 else "experts_rounded" if args[6] else "experts"), None
     if name in ("attend", "sink_attention"):
         return ("sink_attention_rounded" if args[-1] else "sink_attention"), None
     return (name if name in TOLERANCES else "linear"), None

@@ -1,5 +1,6 @@
 """How far a kernel may be from its reference or from a float64 answer, op by op, each with its reason."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,9 @@ TOLERANCES = {
     "experts_rounded": Tolerance(
         0.0, 0, 0.02, "a value may take the next FP8 code, 2^-4 of itself; it is one of I terms"
     ),
+    "experts_fp8": Tolerance(
+        0.0, 0, 2.0**-4, "a thousand times as many values take the next code; one of them may be nearly all of a row"
+    ),
     "sink_attention": Tolerance(2e-6, 1, 1e-5, "order of the sums of one softmax, relative to the largest row"),
     "sink_attention_rounded": Tolerance(
         0.0, 1, 2.0**-8, "a probability may round the other way: half a unit of bfloat16 of the largest row"
@@ -66,6 +70,14 @@ TOLERANCES = {
 SUMS = 1e-4
 MOVED_RMS = 0.005  # most of all rows together: twice what is expected, half of what unmoved sums give
 MOVED_ROW = 0.02  # most of one row of 512 values or more
+
+
+def regridded(error: float, grids: int) -> float:
+    """The rms difference of rows that were `error` of their rms apart and then went through so many FP8 grids, each
+    behind a product: what moved on the first one makes more move on the next."""
+    for _ in range(grids):
+        error = math.sqrt(0.8 * error * 0.072)
+    return error
 
 
 def excess(op: str, got: Tensor, want: Tensor, scale: float | Tensor = 1.0) -> float:
