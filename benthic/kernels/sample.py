@@ -254,8 +254,8 @@ def sample_rows(
     returns      tokens [R] int64; peaks [R] f32, each row's largest logit under the mask, NaN or inf if one is NaN. A
                  row whose peak is not finite has token 0, which means nothing.
     Error        a weight is within 1 of `token_weights`; sums of weights are exact, so a row is the same in any batch.
-    Cost         memory bound: one pass over the logits, and what the filters keep once more; a few rows in a hundred,
-                 those with thousands of likely tokens, are read again. The reference sorts.
+    Cost         memory bound: one pass over the logits, and what the filters keep once more; a row with
+                 thousands of likely tokens is read three times more. The reference sorts.
     Raises       ShapeError.
     """
     if logits.ndim != 2 or logits.shape[1] < 1 or logits.dtype != torch.float32:

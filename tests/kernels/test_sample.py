@@ -373,6 +373,107 @@ def test_rows_that_rough_sums_leave_open(device: torch.device, monkeypatch: pyte
     check_rows(logits, rows, device)
 
 
+# ---- rows of which thousands stay ------------------------------------------------------------------------------------
+
+WIDE = [
+    Row(top_p=0.9),
+    Row(top_k=900),
+    Row(top_p=0.5, min_p=0.02),
+    Row(top_k=1500, top_p=0.8, min_p=0.01),
+    Row(top_k=1200, top_p=0.999),
+    Row(temperature=1e-3, top_p=0.9),
+    Row(temperature=30.0, top_p=0.95),
+    Row(temperature=0.0, top_p=0.5),
+    Row(min_p=0.001),
+    Row(),
+    Row(top_k=5, top_p=0.7),
+]
+LITTLE_ROOM = {"SOME": 256, "FEW": 32, "INSIDE": 64, "NARROW": 16, "PATIENCE": 2}
+
+
+ASTRAY = [pytest.param(name, marks=pytest.mark.slow) for name in ("windows too low", "windows too high")]
+
+
+@pytest.fixture(params=["room for all", "room for few", *ASTRAY])
+def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The interpreter is told that there is less room than on a GPU, so that rows of a few thousand logits go the way
+    of long ones; at last also that the edge is where it is not."""
+    if not is_interpreted(torch.zeros(1, 1)):
+        if request.param != "room for all":
+            pytest.skip("the room is compiled in")
+        return request.param
+    tl, module = pytest.importorskip("triton.language"), "benthic.kernels.triton.sample"
+    for constant, value in LITTLE_ROOM.items() if request.param != "room for all" else ():
+        monkeypatch.setattr(f"{module}.{constant}", tl.constexpr(value))
+
+    def window(row, mask, best, vocab, low, *_: object):  # type: ignore[no-untyped-def]
+        left = low.to(tl.int64) + (1 << 40 if request.param == "windows too high" else 0)
+        return left, left + 1
+
+    if request.param.startswith("windows"):
+        monkeypatch.setattr(f"{module}._first_window", window)
+    return request.param
+
+
+def test_wide_rows_of_every_kind(device: torch.device, room: str):
+    logits, rows = kinds(2600, *WIDE, scale=1.2)
+    check_rows(logits, rows, device)
+
+
+def test_wide_rows_with_ties(device: torch.device, room: str):
+    """Few levels, each with hundreds of ids: the edge of every filter lies inside one."""
+    logits, rows = kinds(2600, *WIDE[:4], scale=1.0)
+    logits = (2 * logits).round() / 2
+    logits[2] = -1.5  # a single level
+    check_rows(logits, rows, device)
+
+
+def test_wide_rows_under_a_mask(device: torch.device, room: str):
+    logits, rows = kinds(2600, *WIDE[:5], scale=0.7)
+    logits[:, 700:1400] = -math.inf
+    mask = torch.zeros(2600)
+    mask[3::3] = -math.inf
+    logits[3:, 600:] = -math.inf  # fewer than top-k asks for
+    check_rows(logits, rows, device, mask)
+
+
+def test_wide_rows_in_order(device: torch.device, room: str):
+    """Falling and rising with the id, as no sample expects; and all but one far below."""
+    x = torch.linspace(3, 0, 2600)
+    far = torch.full((2600,), -20.0)
+    far[1800] = 2.0
+    logits = torch.stack([x, x.flip(0), x, x.flip(0), far])
+    rows = [Row(top_p=0.9), Row(top_p=0.6), Row(top_k=1111), Row(top_k=999, top_p=0.7), Row(top_k=1300)]
+    check_rows(logits, [row._replace(seed=i) for i, row in enumerate(rows)], device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [4.0, 3.0, 1.4, 0.01, 0.0])
+def test_whole_vocabulary(scale: float):
+    """The cases of the bench and flatter ones, against the reference on the device."""
+    count, vocab = 160, 129280
+    generator = torch.Generator("cuda").manual_seed(3)
+    logits = torch.randn(count, vocab, device="cuda", generator=generator) * scale
+    logits[1::8] = (logits[1::8] * 4).round() / 4
+    columns = (
+        torch.arange(count) * 977,
+        torch.arange(count),
+        torch.full((count,), 0.8, dtype=torch.float64),
+        torch.tensor([0, 0, 0, 40, 5000, 60_000, 0, 90_000] * (count // 8)),
+        torch.tensor([0.95, 0.95, 0.7, 0.95, 1.0, 0.9, 1.0, 0.999] * (count // 8), dtype=torch.float64),
+        torch.tensor([0.0, 0.0, 1e-4, 0.0, 0.0, 1e-3, 1e-5, 0.0] * (count // 8), dtype=torch.float64),
+    )
+    columns = tuple(column.cuda() for column in columns)
+    tokens, peaks = sample.sample_rows(logits, *columns)
+    for some in range(0, count, 32):
+        part = slice(some, some + 32)
+        want, top = sample.sample_rows_reference(logits[part], *(column[part] for column in columns))
+        assert torch.equal(peaks[part], top)
+        same = tokens[part] == want
+        # the reference's exponential is the device's: a weight may differ by 1, which moves one draw in a million
+        assert bool(same.all()), f"rows {(some + (~same).nonzero()[:, 0]).tolist()}"
+
+
 def test_points_next_to_a_boundary(device: torch.device):
     """Both halves of a row have the same sum, and these seeds fall within 3e-9 of the middle, on either side."""
     seeds = (74213521, 91372368, 119523118, 224851639)

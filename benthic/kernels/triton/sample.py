@@ -6,12 +6,14 @@ A row is cut into 256 runs of neighbouring ids, a run into 16 cells. Four kernel
               that is drawn leaves a rough sum of weights, in float32.
 2. `_choose`  one program a row. Greedy: the first cell that holds the peak, and where. Drawn without filters: the run
               where the rough sums say that the point falls, and in it the token, by exact weights. With filters: from
-              the cells' largest follows a bound that all who can stay reach; what reaches it is gathered from its
+              the cells' largest follows a bound that all who can stay reach; where that is many, one more logit of
+              each cell stands for its others, and a higher bound is guessed. What reaches it is gathered from its
               cells, and among that lies the exact answer.
-              A token is taken only if the exact sums must give the same one, whatever the rough ones have lost.
+              A token is taken only if the exact sums must give the same one, whatever the rough ones have lost and
+              whatever was guessed.
 3. `_sums`    the rows that are left, few of them: the exact sum of each run.
-4. `_exact`   their tokens. Where more can stay than is gathered, the last one that does is searched for by reading the
-              row some thirty times.
+4. `_exact`   their tokens. Where more can stay than is gathered, a window of keys is guessed in which the last one that
+              does must lie; one pass over the row tells whether it does, and leaves what is inside.
 
 A weight is 2^40 * 2^z, z = (logit - peak) * log2(e) / temperature; 2^z is a polynomial in float64, 13 operations in
 all, error 2^-44. Sums that decide are of integers, so nothing depends on their order.
@@ -28,10 +30,13 @@ RUNS = tl.constexpr(256)  # of a row
 EACH = tl.constexpr(16)  # cells a run
 CELLS = tl.constexpr(4096)
 TOGETHER = tl.constexpr(8)  # runs a program
-MOST = tl.constexpr(2048)  # cells that are searched
+NARROW = tl.constexpr(1024)  # up to so many cells are searched without a guess
 AT_ONCE = tl.constexpr(4096)  # logits of those at a time
-FEW, SOME = tl.constexpr(512), tl.constexpr(4096)  # gathered logits: the usual room, and the most
-WARPS = 8  # of the kernels with one program a row
+FEW, SOME = tl.constexpr(512), tl.constexpr(8192)  # gathered logits: the usual room, and the most; at least RUNS
+INSIDE = tl.constexpr(4096)  # keys of a window
+PIECE = tl.constexpr(32)  # neighbouring ids of a tile whose pieces lie all over the row
+PATIENCE = tl.constexpr(6)  # windows that may be guessed before halves are taken
+TILE, WARPS = 2048, 8  # logits of a row at a time, and warps, of the kernels with one program a row
 ROUGH = tl.constexpr(2.0**-17)  # bound of a rough sum's relative error; by the terms it is made of, 4.4e-6
 
 _UNIT = tl.constexpr(1099511627776.0)  # 2^40
@@ -257,21 +262,34 @@ def _choose(
             low, high = _key(least), _key(peak)
             keys = tl.where(tl.arange(0, CELLS) * CELL < vocab, _key(best), _NO_KEY)
             has_k, has_p = _filters(top_k, top_p, vocab)
-            each = tl.full((CELLS,), 1, tl.int64)
+            line = _ceil(top_p * whole_high.to(tl.float64))
             if has_k:
-                bound, _ = _edge_few(keys, each, low, high, top_k)
+                bound, _ = _edge_few(keys, tl.full((CELLS,), 1, tl.int64), low, high, top_k)
             elif has_p:
-                line = _ceil(top_p * whole_high.to(tl.float64))
                 bound, _ = _edge_few(keys, _weights(best, peak, least, rate), low, high, line)
             else:
                 reach = -tl.log(tl.load(min_p_ptr + row)) * temperature
                 bound = tl.maximum(_key((peak.to(tl.float64) - reach).to(tl.float32)) - 16, low)
-            if tl.sum((keys >= bound).to(tl.int32)) > MOST:
-                bound, _ = _edge_few(keys, each, low, high, MOST)
-            count = _gather(
-                row_ptr, mask_ptr, keys, bound, cells_ptr + row * MOST, few_x_ptr + row * SOME,
-                few_id_ptr + row * SOME, vocab, MASKED, CELL,
-            )  # fmt: skip
+            count = tl.sum((keys >= bound).to(tl.int32))
+            if count > NARROW:
+                other = _others(row_ptr, mask_ptr, best, vocab, MASKED, CELL)
+                if has_k:
+                    both, values = _estimates(best, other, peak, least, rate, False, CELL)
+                    guess, _ = _edge_few(both, values, low, high, top_k + _spread(top_k, CELL))
+                    bound = tl.maximum(bound, guess)
+                elif has_p:
+                    both, values = _estimates(best, other, peak, least, rate, True, CELL)
+                    middle, scarce = _middle(values, line, whole_high)
+                    guess, _ = _edge_few(both, values, low, high, middle + scarce // 5)
+                    bound = tl.maximum(bound, guess)
+                count = tl.sum((keys >= bound).to(tl.int32)) + CELL * tl.sum((_key(other) >= bound).to(tl.int32))
+            if count > SOME + SOME // 4:  # as it seems
+                count = tl.full((), SOME + 1, tl.int32)
+            else:
+                count = _gather(
+                    row_ptr, mask_ptr, keys, bound, cells_ptr + row * CELLS, few_x_ptr + row * SOME,
+                    few_id_ptr + row * SOME, vocab, MASKED, CELL,
+                )  # fmt: skip
             tl.store(count_ptr + row, count)
             tl.store(bound_ptr + row, bound)
             token, certain = _draw_gathered(
@@ -288,30 +306,75 @@ def _gather(
     row_ptr, mask_ptr, keys, bound, cells_ptr, few_x_ptr, few_id_ptr, vocab, MASKED: tl.constexpr, CELL: tl.constexpr
 ):
     """Leave the logits that reach the bound, and their ids, in the order of ids; how many. keys: of the cells' best."""
-    WIDE: tl.constexpr = AT_ONCE // CELL if AT_ONCE // CELL < MOST else MOST  # cells at a time
+    WIDE: tl.constexpr = AT_ONCE // CELL if AT_ONCE // CELL < CELLS else CELLS  # cells at a time
     listed = keys >= bound
-    turn = tl.cumsum(listed.to(tl.int32)) - 1
-    tl.store(cells_ptr + turn, tl.arange(0, CELLS), mask=listed & (turn < MOST))
+    tl.store(cells_ptr + tl.cumsum(listed.to(tl.int32)) - 1, tl.arange(0, CELLS), mask=listed)
     tl.debug_barrier()
     num_listed, count, start = tl.sum(listed.to(tl.int32)), tl.zeros((), tl.int32), tl.zeros((), tl.int32)
-    if num_listed > MOST:  # ties of cells
-        count = tl.full((), SOME + 1, tl.int32)
-    else:
-        while start < num_listed:
-            entry = start + tl.arange(0, WIDE)
-            cell = tl.load(cells_ptr + entry, mask=entry < num_listed, other=0)
-            at = cell[:, None] * CELL + tl.arange(0, CELL)[None, :]
-            x = _logits(row_ptr, mask_ptr, at, (entry < num_listed)[:, None] & (at < vocab), MASKED)
-            found = ((entry < num_listed)[:, None] & (at < vocab) & (_key(x) >= bound)).to(tl.int32)
-            held = tl.sum(found, axis=1)  # of each cell
-            place = tl.cumsum(found, axis=1) - 1 + (tl.cumsum(held) - held)[:, None] + count
-            kept = (found > 0) & (place < SOME)
-            tl.store(few_x_ptr + place, x, mask=kept)
-            tl.store(few_id_ptr + place, at, mask=kept)
-            count += tl.sum(held)
-            start += WIDE
+    at_next, live_next, x_next = _cells(
+        row_ptr, mask_ptr, cells_ptr, start, num_listed, vocab, MASKED, CELL, WIDE
+    )  # fmt: skip
+    while (start < num_listed) & (count <= SOME):
+        at, live, x = at_next, live_next, x_next
+        at_next, live_next, x_next = _cells(  # while this part is worked on
+            row_ptr, mask_ptr, cells_ptr, start + WIDE, num_listed, vocab, MASKED, CELL, WIDE
+        )
+        found = (live & (_key(x) >= bound)).to(tl.int32)
+        held = tl.sum(found, axis=1)  # of each cell
+        place = tl.cumsum(found, axis=1) - 1 + (tl.cumsum(held) - held)[:, None] + count
+        kept = (found > 0) & (place < SOME)
+        tl.store(few_x_ptr + place, x, mask=kept)
+        tl.store(few_id_ptr + place, at, mask=kept)
+        count += tl.sum(held)
+        start += WIDE
     tl.debug_barrier()
     return count
+
+
+@triton.jit
+def _cells(
+    row_ptr, mask_ptr, cells_ptr, start, num_listed, vocab, MASKED: tl.constexpr, CELL: tl.constexpr, WIDE: tl.constexpr
+):
+    """[WIDE, CELL] of the listed cells from `start` on: ids, whether there are such, logits."""
+    entry = start + tl.arange(0, WIDE)
+    cell = tl.load(cells_ptr + entry, mask=entry < num_listed, other=0)
+    at = cell[:, None] * CELL + tl.arange(0, CELL)[None, :]
+    live = (entry < num_listed)[:, None] & (at < vocab)
+    return at, live, _logits(row_ptr, mask_ptr, at, live, MASKED)
+
+
+@triton.jit
+def _others(row_ptr, mask_ptr, best, vocab, MASKED: tl.constexpr, CELL: tl.constexpr):
+    """[CELLS] one logit of each cell, from a place that changes from cell to cell; -inf where that is its largest."""
+    cell = tl.arange(0, CELLS)
+    at = cell * CELL + (((cell * 40503) >> 5) & (CELL - 1))
+    x = _logits(row_ptr, mask_ptr, at, at < vocab, MASKED)
+    return tl.where(x < best, x, float("-inf"))
+
+
+@triton.jit
+def _estimates(best, other, peak, least, rate, WEIGHTS: tl.constexpr, CELL: tl.constexpr):
+    """[CELLS, 2] keys and values, 1 or (WEIGHTS) weights, of the cells' largest, and of the others, for CELL each: what
+    is below a key, or above it, sums up to about as much as in the row."""
+    if WEIGHTS:
+        each, more = _weights(best, peak, least, rate), _weights(other, peak, least, rate)
+    else:
+        each = tl.full((CELLS,), 1, tl.int64)
+        more = each
+    return tl.join(_key(best), _key(other)), tl.join(each, more * CELL)
+
+
+@triton.jit
+def _spread(count, CELL: tl.constexpr):
+    """Four deviations of an estimated count."""
+    return (4 * tl.sqrt(CELL * count.to(tl.float32))).to(tl.int64) + 1
+
+
+@triton.jit
+def _middle(values, limit, whole):
+    """Which sum of estimated weights stands for the limit; and the smaller of what is below and above that."""
+    left = whole - limit
+    return tl.where(limit < left, limit, tl.sum(values) - left), tl.minimum(limit, left)
 
 
 @triton.jit
@@ -320,12 +383,13 @@ def _draw_gathered(
     whole_high,
 ):  # fmt: skip
     """`_draw_few` in the room it takes."""
+    token, certain = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
     if count <= FEW:
         token, certain = _draw_few(
             few_x_ptr, few_id_ptr, count, bound, vocab, peak, least, rate, floor, seed, position, top_k, top_p,
             whole_low, whole_high, FEW,
         )  # fmt: skip
-    else:
+    elif count <= SOME:
         token, certain = _draw_few(
             few_x_ptr, few_id_ptr, count, bound, vocab, peak, least, rate, floor, seed, position, top_k, top_p,
             whole_low, whole_high, SOME,
@@ -345,12 +409,13 @@ def _draw_few(
     """
     has_k, has_p = _filters(top_k, top_p, vocab)
     slot = tl.arange(0, SIZE)
-    live = slot < tl.where(count <= SIZE, count, 0)
+    live = slot < count
     x = tl.load(few_x_ptr + slot, mask=live, other=float("-inf"))
     keys = tl.where(live, _key(x), _NO_KEY)
     w = tl.where(live, _weights(x, peak, least, rate), 0)
     high = _key(peak)
-    certain, complete = count <= SIZE, bound <= _key(least)  # complete: nothing else has a weight
+    complete = bound <= _key(least)  # nothing else has a weight
+    certain = complete | has_k | has_p | (_weight_of(_value(bound), peak, least, rate) < floor)
 
     # kept: every key above the edge, and the first `room` of those on it
     edge, room, total = bound, tl.full((), _FAR, tl.int64), tl.sum(w)
@@ -362,8 +427,6 @@ def _draw_few(
         whole_low, whole_high = total, total
     elif has_p:
         whole_low, whole_high = tl.where(complete, total, whole_low), tl.where(complete, total, whole_high)
-    else:
-        certain = certain & (complete | (_weight_of(_value(bound), peak, least, rate) < floor))
     if has_p:
         line, most = _ceil(top_p * whole_low.to(tl.float64)), _ceil(top_p * whole_high.to(tl.float64))
         last, held = _edge_few(keys, w, edge, high, line)
@@ -396,8 +459,8 @@ def _edge_few(keys, values, low, high, limit):
 @triton.jit
 def _kept(keys, w, edge, room, floor):
     """Weights with those that are dropped as 0; and how many keys are the edge itself."""
-    level = (keys == edge).to(tl.int64)
-    stays = (keys > edge) | ((level > 0) & (tl.cumsum(level) <= room))
+    level = (keys == edge).to(tl.int32)
+    stays = (keys > edge) | ((level > 0) & (tl.cumsum(level) <= tl.minimum(room, 0x7FFFFFFF).to(tl.int32)))
     return tl.where(stays & (w >= floor), w, 0), tl.sum(level)
 
 
@@ -478,91 +541,169 @@ def _exact(
         )  # fmt: skip
         if certain == 0:
             token = _draw_long(
-                row_ptr, mask_ptr, vocab, peak, least, rate, floor, seed, position, top_k, top_p, whole, MASKED, SIZE
-            )
+                row_ptr, mask_ptr, best_ptr + row * CELLS, sums_ptr + row * RUNS, few_x_ptr + row * SOME,
+                few_id_ptr + row * SOME, vocab, peak, least, rate, floor, seed, position, top_k, top_p, whole, MASKED,
+                RUN, SIZE,
+            )  # fmt: skip
         tl.store(tokens_ptr + row, token)
 
 
 @triton.jit
 def _draw_long(
-    row_ptr, mask_ptr, vocab, peak, least, rate, floor, seed, position, top_k, top_p, whole, MASKED: tl.constexpr,
-    SIZE: tl.constexpr,
+    row_ptr, mask_ptr, best_ptr, sums_ptr, few_x_ptr, ties_ptr, vocab, peak, least, rate, floor, seed, position, top_k,
+    top_p, whole, MASKED: tl.constexpr, RUN: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """The token of a filtered row, from all its logits, SIZE of them at a time."""
     has_k, has_p = _filters(top_k, top_p, vocab)
     edge, room = _key(least), tl.full((), _FAR, tl.int64)  # at `least` and below weights are 0
     if has_k:
         edge, held = _edge_long(
-            row_ptr, mask_ptr, vocab, edge, peak, least, rate, top_k, False, MASKED, SIZE
+            row_ptr, mask_ptr, best_ptr, few_x_ptr, vocab, edge, peak, least, rate, top_k, whole, False, MASKED, RUN,
+            SIZE,
         )  # fmt: skip
         room = top_k - held
-        more = _above(row_ptr, mask_ptr, vocab, edge, peak, least, rate, True, MASKED, SIZE)
-        whole = more + tl.minimum(room, vocab) * _weight_of(_value(edge), peak, least, rate)
     if has_p:
+        if has_k:
+            whole, _, _ = _window(
+                row_ptr, mask_ptr, few_x_ptr, vocab, edge, _key(peak), peak, least, rate, True, MASKED, SIZE
+            )  # fmt: skip
+            whole += tl.minimum(room, vocab) * _weight_of(_value(edge), peak, least, rate)
         line = _ceil(top_p * whole.to(tl.float64))
         last, held = _edge_long(
-            row_ptr, mask_ptr, vocab, edge, peak, least, rate, line, True, MASKED, SIZE
+            row_ptr, mask_ptr, best_ptr, few_x_ptr, vocab, edge, peak, least, rate, line, whole, True, MASKED, RUN, SIZE
         )  # fmt: skip
         each = tl.maximum(_weight_of(_value(last), peak, least, rate), 1)
         fits = (line - held + each - 1) // each
         room = tl.where(last == edge, tl.minimum(room, fits), fits)
         edge = last
-    total, ties, start = tl.zeros((), tl.int64), tl.zeros((), tl.int64), tl.zeros((), tl.int32)
-    while start < vocab:
-        x, keys = _tile(row_ptr, mask_ptr, start, vocab, MASKED, SIZE)
-        w, level = _kept(keys, _weights(x, peak, least, rate), edge, room - ties, floor)
-        total, ties, start = total + tl.sum(w), ties + level, start + SIZE
-    point = _point(seed, position, total)
-    before, ties, start = tl.zeros((), tl.int64), tl.zeros((), tl.int64), tl.zeros((), tl.int32)
-    token = tl.zeros((), tl.int32)
-    while start < vocab:
-        x, keys = _tile(row_ptr, mask_ptr, start, vocab, MASKED, SIZE)
-        w, level = _kept(keys, _weights(x, peak, least, rate), edge, room - ties, floor)
-        token += tl.sum((tl.cumsum(w) + before <= point).to(tl.int32))
-        before, ties, start = before + tl.sum(w), ties + level, start + SIZE
-    return tl.minimum(token, vocab - 1)
-
-
-@triton.jit
-def _tile(row_ptr, mask_ptr, start, vocab, MASKED: tl.constexpr, SIZE: tl.constexpr):
-    """Logits start .. start+SIZE-1 and their keys; below every key where there are none."""
-    at = start + tl.arange(0, SIZE)
+    # what each run keeps, and how many of its keys are the edge
+    tl.debug_barrier()
+    ties, start, at = tl.zeros((), tl.int64), tl.zeros((), tl.int32), tl.arange(0, SIZE)
+    run = tl.arange(0, SIZE // RUN)
     x = _logits(row_ptr, mask_ptr, at, at < vocab, MASKED)
-    return x, tl.where(at < vocab, _key(x), _NO_KEY)
-
-
-@triton.jit
-def _above(
-    row_ptr, mask_ptr, vocab, key, peak, least, rate, WEIGHTS: tl.constexpr, MASKED: tl.constexpr, SIZE: tl.constexpr
-):
-    """How many logits have a larger key, or (WEIGHTS) the sum of their weights; int64."""
-    total, start = tl.zeros((), tl.int64), tl.zeros((), tl.int32)
     while start < vocab:
-        x, keys = _tile(row_ptr, mask_ptr, start, vocab, MASKED, SIZE)
-        value = _weights(x, peak, least, rate) if WEIGHTS else tl.full((SIZE,), 1, tl.int64)
-        total += tl.sum(tl.where(keys > key, value, 0))
-        start += SIZE
-    return total
+        later = start + SIZE + at
+        ahead = _logits(row_ptr, mask_ptr, later, later < vocab, MASKED)
+        keys = _key(x)
+        w, level = _kept(keys, _weights(x, peak, least, rate), edge, room - ties, floor)
+        here = start // RUN + run
+        tl.store(sums_ptr + here, tl.sum(tl.reshape(w, (SIZE // RUN, RUN)), axis=1), mask=here < RUNS)
+        on = tl.sum(tl.reshape((keys == edge).to(tl.int32), (SIZE // RUN, RUN)), axis=1)
+        tl.store(ties_ptr + here, on, mask=here < RUNS)
+        x, ties, start = ahead, ties + level, start + SIZE
+    tl.debug_barrier()
+    runs = tl.arange(0, RUNS)
+    sums, on = _parts(sums_ptr, vocab, 0, RUNS, RUN), _parts(ties_ptr, vocab, 0, RUNS, RUN)
+    point = _point(seed, position, tl.sum(sums))
+    chosen = tl.sum((tl.cumsum(sums) <= point).to(tl.int32))
+    before = tl.sum(tl.where(runs < chosen, sums, 0))
+    ties = tl.sum(tl.where(runs < chosen, on, 0)).to(tl.int64)
+    at = chosen * RUN + tl.arange(0, RUN)
+    x = _logits(row_ptr, mask_ptr, at, at < vocab, MASKED)
+    w, _ = _kept(_key(x), _weights(x, peak, least, rate), edge, room - ties, floor)
+    return tl.minimum(chosen * RUN + tl.sum((tl.cumsum(w) + before <= point).to(tl.int32)), vocab - 1)
 
 
 @triton.jit
 def _edge_long(
-    row_ptr, mask_ptr, vocab, low, peak, least, rate, limit, WEIGHTS: tl.constexpr, MASKED: tl.constexpr,
+    row_ptr, mask_ptr, best_ptr, few_x_ptr, vocab, low, peak, least, rate, limit, whole, WEIGHTS: tl.constexpr,
+    MASKED: tl.constexpr, RUN: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """`_edge_few` over a whole row; values are 1, or (WEIGHTS) the weights, of which those from `low` on sum up to
+    `whole`.
+
+    A pass learns the exact sums above both ends of a window of keys, and leaves the keys inside. The first window is
+    guessed by the cells. Where the edge is in it, it is found among these keys; where there are too many of them, they
+    come from all over the row, and the next window is guessed by them. Where it is not, at least that is known.
+    """
+    under, over = low.to(tl.int64) - 1, _key(peak).to(tl.int64)
+    held, turn = tl.zeros((), tl.int64), tl.zeros((), tl.int32)  # above `over`; passes
+    left, right = _first_window(
+        row_ptr, mask_ptr, best_ptr, vocab, low, peak, least, rate, limit, whole, WEIGHTS, MASKED, RUN // EACH
+    )
+    right = tl.minimum(tl.maximum(right, low.to(tl.int64) + 1), over)
+    left = tl.maximum(tl.minimum(left, right - 1), low.to(tl.int64))
+    while over - under > 1:
+        tl.debug_barrier()
+        above_left, above_right, count = _window(
+            row_ptr, mask_ptr, few_x_ptr, vocab, left.to(tl.int32), right.to(tl.int32), peak, least, rate, WEIGHTS,
+            MASKED, SIZE,
+        )  # fmt: skip
+        tl.debug_barrier()
+        turn += 1
+        if above_right >= limit:
+            under, left, right = right, right, over
+        elif above_left < limit:
+            over, held = left, above_left
+            left, right = tl.maximum(under, low.to(tl.int64)), over
+        else:
+            under, over, held = left, right, above_right
+            slot = tl.arange(0, INSIDE)
+            live = slot < count
+            x = tl.load(few_x_ptr + slot, mask=live, other=float("-inf"))
+            keys = tl.where(live, _key(x), _NO_KEY)
+            values = tl.where(live, _weights(x, peak, least, rate), 0) if WEIGHTS else live.to(tl.int64)
+            first = (under + 1).to(tl.int32)
+            if count <= INSIDE:
+                edge, more = _edge_few(keys, values, first, over.to(tl.int32), limit - held)
+                over = edge.to(tl.int64)
+                under, held = over - 1, held + more
+            else:
+                found = tl.sum(values)
+                share = (limit - held).to(tl.float64) / (above_left - above_right).to(tl.float64)
+                middle, near = (share * found.to(tl.float64)).to(tl.int64), found // 32 + 1
+                right_key, _ = _edge_few(keys, values, first, over.to(tl.int32), middle - near)
+                left_key, _ = _edge_few(keys, values, first, over.to(tl.int32), middle + near)
+                left, right = left_key.to(tl.int64) - 1, right_key.to(tl.int64)
+                if ((left == under) & (right == over)) | (turn >= PATIENCE):
+                    left, right = (under + over) >> 1, over
+    return over.to(tl.int32), held
+
+
+@triton.jit
+def _first_window(
+    row_ptr, mask_ptr, best_ptr, vocab, low, peak, least, rate, limit, whole, WEIGHTS: tl.constexpr,
+    MASKED: tl.constexpr, CELL: tl.constexpr,
+):  # fmt: skip
+    """Two keys, int64: the edge is probably above the first one, and not above the second."""
+    best = _parts(best_ptr, vocab, float("-inf"), CELLS, CELL)
+    other = _others(row_ptr, mask_ptr, best, vocab, MASKED, CELL)
+    keys, values = _estimates(best, other, peak, least, rate, WEIGHTS, CELL)
+    if WEIGHTS:
+        middle, scarce = _middle(tl.where(keys >= low, values, 0), limit, whole)
+        near = scarce // 16
+    else:
+        middle, near = limit, _spread(limit, CELL)
+    over, _ = _edge_few(keys, values, low, _key(peak), middle - near)
+    under, _ = _edge_few(keys, values, low, _key(peak), middle + near)
+    return under.to(tl.int64) - 1, over.to(tl.int64)
+
+
+@triton.jit
+def _window(
+    row_ptr, mask_ptr, few_x_ptr, vocab, under, over, peak, least, rate, WEIGHTS: tl.constexpr, MASKED: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """`_edge_few` over a whole row; values are 1, or (WEIGHTS) the weights."""
-    under, over = low.to(tl.int64) - 1, _key(peak).to(tl.int64)
-    held = tl.zeros((), tl.int64)
-    while over - under > 1:
-        middle = (under + over) >> 1
-        found = _above(
-            row_ptr, mask_ptr, vocab, middle.to(tl.int32), peak, least, rate, WEIGHTS, MASKED, SIZE
-        )  # fmt: skip
-        if found < limit:
-            over, held = middle, found
-        else:
-            under = middle
-    return over.to(tl.int32), held
+    """The sums of the values of keys above each of two, int64; how many keys lie between, the second one included. The
+    logits of the first INSIDE of those are left; a tile takes its pieces from all over the row."""
+    tiles = tl.cdiv(vocab, SIZE)
+    slot = tl.arange(0, SIZE)
+    at = (slot // PIECE) * (tiles * PIECE) + slot % PIECE
+    more, most = tl.zeros((SIZE,), tl.int64), tl.zeros((SIZE,), tl.int64)
+    count, turn = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
+    x = _logits(row_ptr, mask_ptr, at, at < vocab, MASKED)
+    while turn < tiles:
+        later = at + (turn + 1) * PIECE
+        ahead = _logits(row_ptr, mask_ptr, later, later < vocab, MASKED)  # while this tile is worked on
+        keys = _key(x)
+        values = _weights(x, peak, least, rate) if WEIGHTS else tl.full((SIZE,), 1, tl.int64)
+        found = (keys > under) & (keys <= over)
+        place = tl.cumsum(found.to(tl.int32)) - 1 + count
+        tl.store(few_x_ptr + place, x, mask=found & (place < INSIDE))
+        more += tl.where(keys > under, values, 0)
+        most += tl.where(keys > over, values, 0)
+        x, count, turn = ahead, count + tl.sum(found.to(tl.int32)), turn + 1
+    return tl.sum(more), tl.sum(most), count
 
 
 @triton.jit
@@ -595,7 +736,7 @@ def sample_rows(
 
     runs, together, some = RUNS.value, TOGETHER.value, SOME.value
     best, rough = scratch(CELLS.value, torch.float32), scratch(runs, torch.float32)
-    sums, cells = scratch(runs, torch.int64), scratch(MOST.value, torch.int32)
+    sums, cells = scratch(runs, torch.int64), scratch(CELLS.value, torch.int32)
     few = (
         scratch(some, torch.float32), scratch(some, torch.int32), scratch(1, torch.int32), scratch(1, torch.int32),
         scratch(1, torch.int32),
@@ -610,6 +751,6 @@ def sample_rows(
     _choose[(rows,)](*where, rough, cells, *few, seeds, positions, *others, tokens, peaks, *last, num_warps=WARPS)
     _sums[(triton.cdiv(slices, 4), rows)](*where, sums, undecided, others[0], *last, 4, num_warps=warps)
     _exact[(rows,)](
-        *where, sums, *few, seeds, positions, *others, tokens, *last, max(together * run, 1024), num_warps=WARPS
+        *where, sums, *few, seeds, positions, *others, tokens, *last, max(TILE, run), num_warps=WARPS
     )  # fmt: skip
     return tokens, peaks
