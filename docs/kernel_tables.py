@@ -137,6 +137,33 @@ def shares() -> str:
     return f"{source(found, link)}\n\n{grid(head, rows, 2)}"
 
 
+def fixed() -> str:
+    """Products of few rows as a fixed time and a rate, by least squares of relative errors over the weights."""
+    got = read("kernel")
+    if got is None:
+        return absent("benthic bench kernel")
+    found, link = got
+    rows: list[list[str]] = []
+    for variant in ("exact", "fast"):
+        for few in (1, 16, 64):
+            points = [
+                (case["bytes"], case["cold_us"])
+                for case in found["cases"]
+                if case["op"] == "linear" and case["variant"] == variant and case["shape"].endswith(f" M={few}")
+                and not case["shape"].startswith("head")
+            ]  # fmt: skip
+            # us = a + b * bytes, each point weighed by 1 / us
+            ones, sizes = [1 / us for _, us in points], [size / us for size, us in points]
+            p, q, r = (sum(x * y for x, y in zip(u, v, strict=True)) for u, v in
+                       ((ones, ones), (ones, sizes), (sizes, sizes)))  # fmt: skip
+            c, d = sum(ones), sum(sizes)
+            a, b = (c * r - d * q) / (p * r - q * q), (d * p - c * q) / (p * r - q * q)
+            worst = max(abs(a + b * size - us) / us for size, us in points)
+            rows.append([variant, f"{few}", f"{a:.1f}", f"{1e-6 / b:.2f}", percent(worst)])
+    head = ("variant", "rows", "fixed, us", "TB/s", "farthest from it")
+    return f"{source(found, link)}\n\n{grid(head, rows)}"
+
+
 def span(shares: Iterable[float]) -> str:
     known = [f"{100 * share:.0f}" for share in sorted(shares)]
     return f"{' to '.join(dict.fromkeys((known[0], known[-1])))} %" if known else ""
@@ -334,6 +361,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "in a model": in_a_model,
     "shares": shares,
     "times": times,
+    "fixed": fixed,
     "rank": rank,
     "invariance": invariance,
     "minnow": minnow,
