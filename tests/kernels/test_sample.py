@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -445,6 +446,33 @@ def test_wide_rows_in_order(device: torch.device, room: str):
     logits = torch.stack([x, x.flip(0), x, x.flip(0), far])
     rows = [Row(top_p=0.9), Row(top_p=0.6), Row(top_k=1111), Row(top_k=999, top_p=0.7), Row(top_k=1300)]
     check_rows(logits, [row._replace(seed=i) for i, row in enumerate(rows)], device)
+
+
+@cache
+def last_seed() -> int:
+    """A seed with which the last id that stays is drawn, at position 3."""
+    seeds = torch.arange(1 << 22)
+    bits = sample.random_bits(seeds, torch.full_like(seeds, 3))
+    assert float(bits.max()) > (1 - 1e-6) * 2.0**53
+    return int(bits.argmax())
+
+
+def test_the_last_that_stays(device: torch.device, room: str):
+    """Logits fall with the id, at times by a single unit in the last place, and the token shows where they were cut."""
+    x = torch.randn(2600, generator=torch.Generator().manual_seed(8)).sort(descending=True).values
+    near = (torch.ones(40).view(torch.int32) - torch.arange(40, dtype=torch.int32)).view(torch.float32)
+    near = near.repeat_interleave(65)
+    rows = [Row(top_p=0.9), Row(top_k=900), Row(top_k=1500, top_p=0.8), Row(top_p=0.95, min_p=0.02)]
+    rows += [Row(top_p=share) for share in (0.551, 0.8)] + [Row(top_k=count) for count in (777, 1300, 1301)]
+    rows = [row._replace(seed=last_seed()) for row in rows]
+    check_rows(torch.stack([x] * 4 + [near] * 5), rows, device)
+
+
+def test_ties_before_the_last_that_stays(device: torch.device, room: str):
+    """Ties that are left out stand in the same run before the id that is drawn."""
+    logits = torch.zeros(2, 2600)
+    logits[:, -1] = 1.0
+    check_rows(logits, [row._replace(seed=last_seed()) for row in (Row(top_k=2597), Row(top_p=0.998))], device)
 
 
 @pytest.mark.gpu
