@@ -14,9 +14,10 @@ import pytest
 from benthic import gate
 from benthic.config import load
 from benthic.engine.llm import LLM
+from benthic.kernels import backends
 from benthic.kernels.native import build
 from benthic.models.registry import model_dir
-from benthic.testing import goldens
+from benthic.testing import goldens, ops
 from tests.gate.conftest import settings
 from tests.gate.faults import BY_NAME, FAULTS, ON_DEVICE, SEED, Fault, Patch, caught, try_fault, verdict_with
 
@@ -141,6 +142,31 @@ def test_the_quick_gate_catches_what_is_broken_in_minnow(when: str) -> None:
     some = [fault for fault in FAULTS if fault.when == when]
     found = missed(some, "cpu")
     assert len(found) <= len(some) / 25, found
+
+
+@pytest.mark.slow
+@needs_native
+def test_faults_in_kernels_of_a_gpu_are_named_in_the_form_of_its_steps(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the plain references stand for its kernels. One seed is enough."""
+    steps = {"attend", "select_records", "compress_store", "key_store"}
+    load_ = backends._load
+    monkeypatch.setattr(backends, "_load", lambda path, op: ops.reference(op) if op in steps else load_(path, op))
+    monkeypatch.setitem(backends.SERVES, "native", backends.SERVES["native"] | steps)
+    subject = gate.Subject(llm, "quick", lambda _: None, gate.SEED)
+    subject.on_device = True
+    missed: list[tuple[str, str]] = []
+    for fault in ON_DEVICE:
+        op = fault.kind.split("`")[1]
+        if op == "sample_rows" or fault.name == "experts unclamped":
+            continue  # a CPU samples in another way; nothing in a small random model reaches the clamp
+        with Patch.context() as patch:
+            fault.change(patch, llm)
+            found = next((line.name for line in gate.ops_level(subject) if not line.passed), "nothing")
+        if not found.startswith(op):
+            missed.append((fault.name, found))
+    assert not missed
 
 
 @pytest.mark.gpu
