@@ -221,8 +221,10 @@ def run(options: Options, say: Callable[[str], None] = lambda _: None, of: Seque
     book = Book(folder(options) / "parts.json")
     ends = perf_counter() + (options.limit_seconds if options.limit_seconds is not None else float("inf"))
     commit, found = report.commit(), list[Done]()
-    for beside, together in groupby(wanted, key=lambda part: part.beside):
+    for beside, group in groupby(wanted, key=lambda part: part.beside):
         running: list[Running] = []
+        together = list(group)
+        threads = max(len(sched_getaffinity(0)) // len(together), 1) if beside else 1
         for part in together:
             known = book.done.get(part.name)
             if options.resume and known is not None and known.ok and same(known, part, commit):
@@ -234,7 +236,7 @@ def run(options: Options, say: Callable[[str], None] = lambda _: None, of: Seque
             if left < LEAST:
                 say(f"{part.name}: no time left")
                 continue
-            running.append(Running(part, options, min(part.limit, left), commit))
+            running.append(Running(part, options, min(part.limit, left), commit, threads))
             say(f"{part.name}: begun, at most {running[-1].limit:.0f} s")
             if not beside:
                 found += finished(running, book, say)
@@ -275,7 +277,7 @@ class Book:
 class Running:
     """A part's process."""
 
-    def __init__(self, part: Part, options: Options, limit: float, commit: str | None):
+    def __init__(self, part: Part, options: Options, limit: float, commit: str | None, threads: int = 1):
         self.part, self.options, self.limit, self.commit = part, options, limit, commit
         self.outs = [options.logs / f"{part.name}.{kind}" for kind in ("out", "err")]
         self.started, self.began = perf_counter(), time()
@@ -283,7 +285,6 @@ class Running:
         words = [*part.words]
         if part.budget:
             words += ["--budget-seconds", str(int(max(limit - SAVING, 5)))]
-        threads = 2 if part.beside else 1
         # variables of a child, whose settings and libraries read them
         command = ["env", f"OMP_NUM_THREADS={threads}", f"BENTHIC_CPU__THREADS={threads}", sys.executable, *words]
         with open(self.outs[0], "wb") as out, open(self.outs[1], "wb") as err:
