@@ -7,7 +7,7 @@
 `prefill first` prompts are computed as soon as they are there, in steps of their own; decode rows wait meanwhile.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -70,7 +70,7 @@ class Policy(NamedTuple):
 
 
 def _scheduler(
-    kind: type[Scheduler], world: World, cost: CostModel, budget: int | None = None, **settings: float
+    kind: type[Scheduler], world: World, cost: CostModel, settings: Mapping[str, float], budget: int = 0
 ) -> Scheduler:
     cache = CacheManager(world.blocks + 1, world.slots + 1, prefix=True, snapshots=world.snapshots)
     return kind(
@@ -85,20 +85,20 @@ def _scheduler(
 
 
 def ours(**settings: float) -> Policy:
-    return Policy("ours", lambda world, cost: _scheduler(Scheduler, world, cost, **{**OURS, **settings}))
+    return Policy("ours", lambda world, cost: _scheduler(Scheduler, world, cost, {**OURS, **settings}))
 
 
 def fixed(rows: int) -> Policy:
-    return Policy(f"fixed {rows}", lambda world, cost: _scheduler(Scheduler, world, cost, rows))
+    return Policy(f"fixed {rows}", lambda world, cost: _scheduler(Scheduler, world, cost, {}, rows))
 
 
 def by_rank_alone() -> Policy:
-    return Policy("last goes", lambda world, cost: _scheduler(ByRankAlone, world, cost, **OURS))
+    return Policy("last goes", lambda world, cost: _scheduler(ByRankAlone, world, cost, OURS))
 
 
 def in_order() -> Policy:
-    return Policy("in order", lambda world, cost: _scheduler(InOrder, world, cost, **OURS))
+    return Policy("in order", lambda world, cost: _scheduler(InOrder, world, cost, OURS))
 
 
 def prefill_first() -> Policy:
-    return Policy("prefill first", lambda world, cost: _scheduler(PrefillFirst, world, cost))
+    return Policy("prefill first", lambda world, cost: _scheduler(PrefillFirst, world, cost, {}))

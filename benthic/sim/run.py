@@ -50,9 +50,15 @@ def run(
 
 
 def _entry(scenario: str, calm: str | None, trace: Sequence[Arrival], outcome: Outcome) -> dict[str, Any]:
-    entry: dict[str, Any] = {"scenario": scenario, "calm": calm, "policy": outcome.policy}
-    entry |= {"prompt_tokens": sum(arrival.prompt_tokens for arrival in trace)}
-    return entry | {"measures": measures(outcome), "gaps": [round(gap, 6) for gap in curve(outcome)]}
+    gaps = [(float(f"{share:.3g}"), float(f"{gap:.4g}")) for share, gap in curve(outcome)]
+    return {
+        "scenario": scenario,
+        "calm": calm,
+        "policy": outcome.policy,
+        "prompt_tokens": sum(arrival.prompt_tokens for arrival in trace),
+        "measures": measures(outcome),
+        "gaps": gaps,
+    }
 
 
 def verdicts(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -92,22 +98,26 @@ def picture(found: dict[str, Any], path: Path) -> Path:
     from matplotlib import pyplot
 
     names = list(dict.fromkeys(entry["scenario"] for entry in found["runs"]))
-    figure, axes = pyplot.subplots(1, len(names), figsize=(1.2 + 3.6 * len(names), 4.2), squeeze=False, sharey=True)
-    for axis, name in zip(axes[0], names, strict=True):
+    columns = min(len(names), 3)
+    lines = -(-len(names) // columns)
+    figure, axes = pyplot.subplots(lines, columns, figsize=(1 + 4 * columns, 1 + 3.2 * lines), squeeze=False)
+    places = [axis for line in axes for axis in line]
+    for axis in places[len(names) :]:
+        axis.set_visible(False)
+    for axis, name in zip(places, names, strict=False):
         for entry in found["runs"]:
-            if entry["scenario"] != name:
-                continue
-            gaps, count = entry["gaps"], len(entry["gaps"])
-            own = entry["policy"] == "ours"
-            shares = [max(1 - i / count, 1 / (10 * count)) for i in range(count)]
-            axis.plot([1e3 * gap for gap in gaps], shares, label=entry["policy"], linewidth=2.4 if own else 1.2)
+            if entry["scenario"] == name:
+                shares, gaps = zip(*entry["gaps"], strict=True)
+                own = entry["policy"] == "ours"
+                style = {"linewidth": 2.4, "color": "black"} if own else {"linewidth": 1.3}
+                axis.plot([1e3 * gap for gap in gaps], shares, label=entry["policy"], **style)
         axis.set_xscale("log")
+        axis.set_yscale("log")
         axis.set_title(name, fontsize=10)
         axis.set_xlabel("gap between tokens, ms")
+        axis.set_ylabel("share of gaps that are longer")
         axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("share of gaps that are longer")
-    axes[0][0].set_yscale("log")
-    axes[0][0].legend(fontsize=8)
+        axis.legend(fontsize=8)
     figure.suptitle(f"{found['machine']['name']}, simulated", fontsize=11)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -49,7 +49,7 @@ SMALL = Scale(
     world=World(slots=32, blocks=2000, token_budget=1024, context=16384, windows=Windows(128, 3, 3), snapshots=32),
     rate=2.0,
     lengths=Lengths(120, 80, 2000),
-    long_tokens=12000,
+    long_tokens=4096,
     long_every=20.0,
     agents=30,
     turn=(800, 120, 8000),
@@ -93,6 +93,8 @@ def _agents(scale: Scale, seed: int, seconds: float) -> list[Arrival]:
 
 
 def _hashed(scale: Scale, seed: int, seconds: float) -> list[Arrival]:
+    if not scale.hashed_rate:
+        return []
     return trace.parse(trace.conversations(seed, seconds=seconds, rate=scale.hashed_rate))
 
 
@@ -181,9 +183,8 @@ def jain(shares: Sequence[float]) -> float:
     return fmean(shares) ** 2 / fmean(share * share for share in shares) if any(shares) else 1.0
 
 
-def curve(outcome: Outcome, most: int = 120) -> list[float]:
-    """Gaps between tokens, every so many of them in order of size, the largest ones all: what a plot needs."""
+def curve(outcome: Outcome, points: int = 100, least: float = 1e-5) -> list[tuple[float, float]]:
+    """(share, gap): so many of the gaps between tokens are as long or longer. Shares from 1 to `least`, even in log."""
     gaps = sorted(gap for life in outcome.lives for gap in life.gaps)
-    count = len(gaps)
-    at = sorted({*(round(i * (count - 1) / most) for i in range(most + 1)), *range(max(count - 30, 0), count)})
-    return [gaps[i] for i in at] if gaps else []
+    shares = [least ** (i / (points - 1)) for i in range(points)]
+    return [(share, gaps[max(len(gaps) - 1 - int(share * (len(gaps) - 1)), 0)]) for share in shares] if gaps else []

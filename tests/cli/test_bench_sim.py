@@ -46,8 +46,10 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     model = make_tiny(tmp_path / "tiny")
-    words = ["--machine", "here", "--model", str(model), "--scenarios", "chat", "--cpu.threads", "1"]
+    words = ["--machine", "here", "--model", str(model), "--cpu.threads", "1"]
     assert main([*LITTLE, *words, "--json", "--no-save"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["machine"]["coefficients"]["fixed"] + told["machine"]["coefficients"]["decode"] > 0
-    assert {run["policy"] for run in told["runs"]} >= {"ours", "fixed 128"}
+    assert {run["policy"] for run in told["runs"]} >= {"ours", "fixed 128", "in order", "last goes"}
+    assert {run["scenario"] for run in told["runs"]} >= {"chat", "tenants", "little memory"}
+    assert all(run["measures"]["unanswered"] == 0 for run in told["runs"])
