@@ -20,7 +20,7 @@ Rank is (level when it began, arrival, branch): who gives way when memory is sho
 Beside decode rows, prompts get as many rows as keep the step within its latency target, as the cost model tells
 (`engine/cost.py`), but never fewer than a floor, so that they go on whatever the target is. Without decode rows the
 token budget is the only limit. Where more prompts come than the target leaves time for, they would wait ever longer; so
-a prompt that takes too long makes the target give way.
+a prompt that takes too long makes the target give way, unless slots or blocks were what it waited for.
 
 When a running sequence needs a block and none is free, a running sequence of a worse rank is preempted, one of the
 worst level: among these the one that costs least to compute again for each block that it frees; blocks that others
@@ -328,6 +328,7 @@ class Scheduler:
         self.itl_seconds, self.itl_stretch = itl_seconds, itl_stretch
         self.prefill_floor, self.prompt_slowdown, self.grid = prefill_floor, prompt_slowdown, grid
         self.now = 0.0  # seconds on the loop's clock, set before each step
+        self._full_at = -math.inf  # when somebody last waited for a slot or for blocks
         self.running: list[Branch] = []  # best rank first
         self.preemptions = 0
         self.queue: Queue[Branch] = Queue(patience)
@@ -453,6 +454,8 @@ class Scheduler:
                 prefills.append(b)
             elif length <= b.lease.capacity or grow(b.lease, length) or self._make_room(b, length, rows):
                 rows[b] = 1
+        if self.queue and not self.cache.slots.free:
+            self._full_at = self.now
         if prefills or self.queue:
             self._add_prompts(rows, prefills, self._room(rows, prefills), preempted)
         return self._plan_of(rows)
@@ -651,9 +654,9 @@ class Scheduler:
         return _Room(left, most - base, self.prefill_floor)
 
     def _late(self, b: Branch) -> float:
-        """How long ago a prompt came, over the time it may take."""
+        """How long ago a prompt could have begun, as far as slots and blocks go, over the time it may take."""
         alone = self.cost.chunk_seconds(b.hit, b.prompt_tokens - b.hit)
-        return (self.now - b.since) / (_PROMPT_SECONDS + self.prompt_slowdown * alone)
+        return (self.now - max(b.since, self._full_at)) / (_PROMPT_SECONDS + self.prompt_slowdown * alone)
 
     def _add_prompts(self, rows: dict[Branch, int], prefills: list[Branch], room: _Room, preempted: int) -> None:
         """Rows of prompts beside the decode rows of a step, those that run in `prefills`. See 2. to 5. above.
@@ -725,6 +728,8 @@ class Scheduler:
                 if held or not self.cache.give_way():
                     break
             full = held and own + promised > self.cache.free_blocks - self.cache.idle_blocks(match)
+            if full:
+                self._full_at = self.now
             if full or (source is None and b.images and not self._room_for_images(b)):
                 passed.append(b)
                 break

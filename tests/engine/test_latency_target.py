@@ -125,6 +125,24 @@ def test_a_prompt_that_takes_too_long_makes_the_target_give_way(slowdown: float,
     assert took + one_more > 1.5 * late * base
 
 
+def test_a_prompt_that_waited_for_a_slot_is_not_late():
+    loop, plans = world(itl_stretch=1.5, prompt_slowdown=1.0)
+    now = 0.0
+    loop.clock = lambda: now
+    for i in range(8):
+        loop.inbox.put(Request(i, prompt(3, i), greedy(max_tokens=2 if not i else 90, ignore_eos=True), 0))
+    loop.inbox.put(Request(8, prompt(350, 8), greedy(max_tokens=3), 0))
+    while not any(chunk.request == 8 for plan in plans for chunk in plan.chunks):
+        loop.step()
+        now += 50.0
+    loop.step()
+    assert [chunk.request for chunk in plans[-1].chunks].count(8) == 1
+    assert CostModel(COST).seconds(Shape.of(plans[-2])) <= 1.5 * without_prompts(plans[-2])
+    now += 100.0
+    loop.step()
+    assert CostModel(COST).seconds(Shape.of(plans[-1])) > 1.5 * without_prompts(plans[-1])
+
+
 class Whims(CostModel):
     """Predictions that change with every question, as a clock's do."""
 
