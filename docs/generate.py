@@ -8,6 +8,7 @@ from pathlib import Path
 import gate_tables
 import kernel_tables
 import loop_tables
+import schedule_tables
 
 from benthic import config, metrics
 
@@ -32,6 +33,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "../README.md": tables("../README.md", kernel_tables.README),
     "correctness.md": tables("correctness.md", gate_tables.BLOCKS),
     "determinism.md": tables("determinism.md", loop_tables.BLOCKS),
+    "scheduling.md": tables("scheduling.md", schedule_tables.BLOCKS),
 }
 
 

@@ -1,0 +1,69 @@
+"""The generated tables of scheduling.md: simulations, from the files of results/."""
+
+from collections.abc import Callable
+
+from kernel_tables import CPU, absent, grid, read, source
+
+
+def policies(name: str, command: str) -> str:
+    """Every trace and policy of one machine, and what is asked of ours."""
+    result = read(name, CPU)
+    if result is None:
+        return absent(command)
+    found, link = result
+    rows: list[list[str]] = []
+    for run in found["runs"]:
+        m = run["measures"]
+        cells = [f"{1e3 * m[key]:.0f}" for key in ("itl_p50", "itl_p99", "itl_max")]
+        cells += [f"{m[key]:.2f}" for key in ("ttft_p50", "ttft_p99", "longest_wait")]
+        cells += [f"{m['output_tokens_per_second']:.0f}"]
+        rows.append([run["scenario"], run["policy"], *cells])
+    head = ["trace", "policy", "ITL p50, ms", "p99", "longest", "TTFT p50, s", "p99", "longest wait, s", "tokens/s"]
+    asked = [f"{m['name']}: {m['value']:.2f} (at most {m['target']:g}, {m['verdict']})" for m in found["measures"]]
+    asked = [text for text, m in zip(asked, found["measures"], strict=True) if m["unit"] == "times"]
+    unanswered = sum(run["measures"]["unanswered"] for run in found["runs"])
+    told = f"Asked of `ours`: {'; '.join(asked)}. Requests without an answer, over all runs: {unanswered}."
+    return f"{grid(head, rows, 2)}\n\n{told} {source(found, link)}"
+
+
+def tenants() -> str:
+    """What the tenant beside a flood waits for its first token."""
+    return _kinds("tenants", "ttft_other", "of the other tenant")
+
+
+def memory() -> str:
+    """What little memory costs."""
+    result = read("sim-h200", CPU)
+    if result is None:
+        return absent("benthic bench sim")
+    found, _ = result
+    rows = [
+        [
+            run["policy"],
+            str(run["measures"]["preemptions"]),
+            f"{run['measures']['rows_again'] / 1e3:.0f}",
+            f"{run['measures']['itl_max']:.0f}",
+            f"{run['measures']['output_tokens_per_second']:.0f}",
+        ]
+        for run in found["runs"]
+        if run["scenario"] == "little memory"
+    ]
+    return grid(["policy", "preemptions", "rows again, thousands", "longest gap, s", "tokens/s"], rows)
+
+
+def _kinds(scenario: str, key: str, whose: str) -> str:
+    result = read("sim-h200", CPU)
+    if result is None:
+        return absent("benthic bench sim")
+    found, _ = result
+    runs = [run for run in found["runs"] if run["scenario"] == scenario]
+    rows = [[run["policy"], *(f"{run['measures'][f'{key}_{p}']:.2f}" for p in ("p50", "p99"))] for run in runs]
+    return grid(["policy", f"TTFT p50 {whose}, s", "p99"], rows)
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "h200": lambda: policies("sim-h200", "benthic bench sim"),
+    "here": lambda: policies("sim-minnow", "benthic bench sim --machine here"),
+    "tenants": tenants,
+    "memory": memory,
+}
