@@ -186,6 +186,7 @@ class Branch:
         "scored",
         "seed",
         "since",
+        "started",
         "stored",
         "tenant",
         "tokens",
@@ -198,7 +199,7 @@ class Branch:
         self.request, self.index, self.params = request.id, index, params
         self.priority, self.level, self.order = request.priority, request.priority, order
         self.tenant: Tenant  # set as it is put into the queue, with the next three
-        self.since = self.due = 0.0
+        self.since = self.due = self.started = 0.0  # seconds; started: when it last began
         self.deadline = request.deadline
         self.begun = False  # it ran, maybe until it was preempted
         self.rank = (request.priority, order, index)
@@ -654,9 +655,14 @@ class Scheduler:
         return _Room(left, most - base, self.prefill_floor)
 
     def _late(self, b: Branch) -> float:
-        """How long ago a prompt could have begun, as far as slots and blocks go, over the time it may take."""
+        """How long ago a prompt could have begun, as far as slots and blocks go, over the time it may take.
+
+        At least how long ago it did begin.
+        """
         alone = self.cost.chunk_seconds(b.hit, b.prompt_tokens - b.hit)
-        return (self.now - max(b.since, self._full_at)) / (_PROMPT_SECONDS + self.prompt_slowdown * alone)
+        return (self.now - min(max(b.since, self._full_at), b.started)) / (
+            _PROMPT_SECONDS + self.prompt_slowdown * alone
+        )
 
     def _add_prompts(self, rows: dict[Branch, int], prefills: list[Branch], room: _Room, preempted: int) -> None:
         """Rows of prompts beside the decode rows of a step, those that run in `prefills`. See 2. to 5. above.
@@ -739,7 +745,7 @@ class Scheduler:
                 self._begin(b, lease, match)
             else:
                 self._fork(b, lease, source)
-            b.begun, b.planned = True, b.computed
+            b.begun, b.started, b.planned = True, self.now, b.computed
             b.rank = (b.level, b.order, b.index)
             insort(self.running, b, key=attrgetter("rank"))
             count = max(self._chunk_rows(b, room), 1)

@@ -132,14 +132,16 @@ def test_a_prompt_that_waited_for_a_slot_is_not_late():
     for i in range(8):
         loop.inbox.put(Request(i, prompt(3, i), greedy(max_tokens=2 if not i else 90, ignore_eos=True), 0))
     loop.inbox.put(Request(8, prompt(350, 8), greedy(max_tokens=3), 0))
+    loop.inbox.put(Request(9, prompt(4, 9), greedy(max_tokens=3), 0))  # waits for a slot all the time
     while not any(chunk.request == 8 for plan in plans for chunk in plan.chunks):
         loop.step()
         now += 50.0
     loop.step()
     assert [chunk.request for chunk in plans[-1].chunks].count(8) == 1
     assert CostModel(COST).seconds(Shape.of(plans[-2])) <= 1.5 * without_prompts(plans[-2])
-    now += 100.0
+    now += 100.0  # since it began, that is
     loop.step()
+    assert loop.scheduler.waiting == 1
     assert CostModel(COST).seconds(Shape.of(plans[-1])) > 1.5 * without_prompts(plans[-1])
 
 
