@@ -839,7 +839,6 @@ ON_DEVICE: tuple[Fault, ...] = (
     on_device("window one row short", "attend", argument(4, lambda window: window - 1), "2.5"),
     on_device("sink left out", "attend", argument(7, lambda sink: torch.full_like(sink, -1e30)), "2.5"),
     on_device("softmax scale 3 % off", "attend", argument(8, lambda scale: scale * 1.03), "2.5"),
-    on_device("probabilities not rounded", "attend", argument(9, lambda rounded: not rounded), "2.5"),
     on_device(
         "last entries not scored",
         "select_records",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benthic.errors import KernelBuildError
 from benthic.kernels import backends, quant
-from benthic.kernels.moe_experts import experts_reference
+from benthic.kernels.moe_experts import experts_reference, unprepare
 from benthic.types import NUMERICS
 
 pytest.importorskip("triton")
@@ -148,6 +148,23 @@ def test_rows_can_be_packed_in_another_order() -> None:
     packed = moe_experts_hopper.pack(weight, False, order)
     values = unpacked(packed).float() * packed.base[..., None]
     assert torch.equal(values, quant.values(weight, torch.float32)[:, order])
+
+
+@pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.parametrize("spread", [1, 14])
+def test_packed_experts_are_read_back(carried: bool, spread: int) -> None:
+    """As `prepare` packs them, w13 in its own order of rows; by the public function, from the form alone."""
+    w13, w2 = stack(3, 256, 384, spread), stack(3, 384, 128, spread)
+    order = moe_experts_hopper.interleave(128, DEVICE)
+    packed = moe_experts_hopper.pack(w13, carried, order), moe_experts_hopper.pack(w2, carried)
+    for expert in range(3):
+        both = unprepare(*packed, expert)
+        assert both is not None
+        for got, weight in zip(both, (w13, w2), strict=True):
+            want = quant.values(quant.Fp4Matrix(weight.codes[expert], weight.scales[expert]))
+            want = quant.roundtrip_carry(want) if carried else want
+            assert got.dtype == torch.bfloat16
+            assert torch.equal(got, want.to(torch.bfloat16))
 
 
 def test_a_group_that_is_no_number_shows() -> None:

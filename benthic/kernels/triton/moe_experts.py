@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benthic.kernels import moe_experts as plain
 from benthic.kernels import quant
-from benthic.kernels.triton import moe_gate
+from benthic.kernels.triton import moe_experts_pack, moe_gate
 from benthic.kernels.triton.gemm import Carried, carry, launch, products, start
 from benthic.kernels.triton.quant import (
     INTERPRETED,
@@ -477,10 +477,8 @@ def prepare(w13: quant.Fp4Matrix, w2: quant.Fp4Matrix, numerics: Numerics) -> tu
 
 def unprepare(w13: Any, w2: Any, expert: int) -> tuple[Tensor, Tensor]:
     """The values of one expert, [2*I, D] and [D, I] bf16, read back from what `prepare` made."""
-    hopper = _hopper()
-    assert hopper is not None, "packed for a device that is not here"
-    order = hopper.interleave(w2.shape[2], w13.words.device)
-    return hopper.unpack(w13, expert)[order.argsort()], hopper.unpack(w2, expert)
+    order = moe_experts_pack.interleave(w2.shape[2], w13.words.device)
+    return moe_experts_pack.unpack(w13, expert)[order.argsort()], moe_experts_pack.unpack(w2, expert)
 
 
 class _Rows(NamedTuple):
