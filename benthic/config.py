@@ -62,6 +62,11 @@ class SchedulerConfig:
         "a step is planned and begun while the one before it runs: `on`, `off`, or `auto`: on a GPU",
         choices=("auto", "on", "off"),
     )
+    worst_first: bool = opt(
+        True,
+        "the largest steps that this configuration admits are taken before the engine is ready, so that none meets a lack "
+        "of memory later; on a CPU as large as about a second allows",
+    )
     image_tokens: int = opt(
         131072,
         "most tokens of images, over all requests that are reading theirs; bounds the memory of their rows",

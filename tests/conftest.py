@@ -18,6 +18,8 @@ SEED = 20260101
 if not Path("/dev/nvidia0").exists():  # read when a kernel is defined, so before any import of one
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+os.environ.setdefault("BENTHIC_SCHEDULER__WORST_FIRST", "false")  # up to a second of each engine's start
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -25,6 +25,7 @@ TORCH_FREE = [
     "benthic.cache.manager",
     "benthic.engine.scheduler",
     "benthic.engine.cost",
+    "benthic.engine.worst",
     "benthic.engine.queue",
     "benthic.sim.run",
     "benthic.models.deepseek_v41_config",

@@ -28,6 +28,7 @@ from benthic.cache.manager import CacheManager, Pin
 from benthic.cache.spec import BLOCK_TOKENS, block_layout, blocks_for
 from benthic.cache.storage import Storage
 from benthic.config import Config, load
+from benthic.engine import worst
 from benthic.engine.cost import CostModel, calibrate
 from benthic.engine.graphs import NotCapturable, sizes
 from benthic.engine.loop import Loop
@@ -45,6 +46,7 @@ from benthic.errors import (
     DeviceUnavailable,
     EngineClosed,
     MissingCheckpointFile,
+    OutOfMemory,
     ReplyFailed,
 )
 from benthic.kernels.native import build as native
@@ -69,6 +71,7 @@ from benthic.types import (
     Usage,
 )
 
+_WORST_SECONDS = 1.0  # that the largest step may take before the engine is ready, on a CPU
 _PROGRESS_FROM = 8  # prompts from which a progress bar is worth its line
 
 log = logging.getLogger(__name__)
@@ -913,6 +916,8 @@ def build_loop(
     if device.type == "cuda":
         _compile(runner, config.scheduler.token_budget)
     captured = device.type == "cuda" and config.gpu.graphs and _capture(runner)
+    if config.scheduler.worst_first:
+        _take_the_worst(runner, slots, longest, config.scheduler.token_budget, limit)
     if config.scheduler.itl_target_ms or config.scheduler.itl_stretch:
         calibrate(
             cost,
@@ -956,6 +961,29 @@ def _compile(runner: Runner, token_budget: int) -> None:
 
         for failure in warm.build(jobs, done=progress):
             log.warning("kernel does not compile", extra={"kernel": failure.job.kernel, "error": failure.error})
+
+
+def _take_the_worst(runner: Runner, slots: int, blocks: int, token_budget: int, limit: int) -> None:
+    """The largest steps, so that what they need is there before anybody asks. Raises OutOfMemory."""
+    device = runner.storage.device
+    try:
+        worst.take(
+            runner.run,
+            slots=slots,
+            blocks=blocks,
+            block_tokens=BLOCK_TOKENS,
+            token_budget=token_budget,
+            max_context_tokens=limit,
+            limit_seconds=math.inf if device.type == "cuda" else _WORST_SECONDS,
+        )
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
+        raise OutOfMemory(
+            f"a step of {token_budget} rows, or of {slots} requests at {limit} tokens, beside weights and cache",
+            total - free,
+            free,
+            "lower cache.bytes, scheduler.token_budget or scheduler.max_running",
+        ) from error
 
 
 def _prefixes(model: Model, config: Config, namespace: bytes) -> Prefixes:
