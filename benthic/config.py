@@ -64,8 +64,8 @@ class SchedulerConfig:
     )
     worst_first: bool = opt(
         True,
-        "the largest steps that this configuration admits are taken before the engine is ready, so that none meets a lack "
-        "of memory later; on a CPU as large as about a second allows",
+        "the largest steps that this configuration admits are taken before the engine is ready, so that memory that is "
+        "not there is missed then and not later; on a CPU as large as about a second allows",
     )
     image_tokens: int = opt(
         131072,

@@ -187,6 +187,7 @@ class Branch:
         "seed",
         "since",
         "started",
+        "steady",
         "stored",
         "tenant",
         "tokens",
@@ -234,6 +235,7 @@ class Branch:
         self.miss: Miss | None = None  # and why not more
         self.low = self.stored = self.keep = 0  # as in `types.Chunk`
         self.marked = 0  # chunks that begin before this position say so
+        self.steady = False  # it decodes, and of its next row there is nothing else to say
         self.fresh = False  # its slot does not know the ids before `computed`
         self.copy: SlotCopy | None = None  # where its state comes from, before its first step
         self.checkpoint = 0  # a chunk ends here, so that its state can be kept
@@ -498,7 +500,8 @@ class Scheduler:
             if computed // size != before // size:
                 self._publish(b)
             prompt_logprobs = scores.get(i, ()) if scores else ()
-            b.scored += len(prompt_logprobs)
+            if prompt_logprobs:
+                b.scored += len(prompt_logprobs)
             if not sample:
                 if prompt_logprobs:
                     events.append(TokenEvent(b.request, b.index, prompt_logprobs=prompt_logprobs))
@@ -811,6 +814,7 @@ class Scheduler:
         """Its first step, or the first one after a preemption, begins behind `match`."""
         prefixes, size, length = self.prefixes, self.cache.block_tokens, len(b.tokens)
         b.computed = b.low = b.stored = b.keep = b.marked = b.checkpoint = 0
+        b.steady = False
         b.copy, b.fresh = None, False
         if prefixes is None:
             b.miss = Miss.DISABLED
@@ -856,7 +860,7 @@ class Scheduler:
         b.copy = SlotCopy(source.lease.slot, lease.slot, blocks)
         b.computed, b.stored, b.fresh = b.prompt_tokens - 1, b.prompt_tokens, True
         b.low = b.keep = b.checkpoint = 0
-        b.marked = b.stored
+        b.marked, b.steady = b.stored, False
         b.keys = list(source.keys)
         size = self.cache.block_tokens
         b.hit, b.miss = b.prompt_tokens // size * size, None
@@ -913,6 +917,13 @@ class Scheduler:
             assert lease is not None
             b.flying += 1
             b.planned = end = start + count
+            if b.steady and count == 1 and end % size and not contested:  # most rows, and nothing else to say of them
+                pending = b.pending
+                ids = (PENDING if pending else tokens[-1],)
+                chunks.append(Chunk(b.request, start, ids, 0, True, lease.slot, lease.table, b.index))
+                draws.append(Draw(b.params, b.seed, end, (), None, b.prompt_tokens))
+                b.pending = pending + 1
+                continue
             if start < b.images_end:
                 ahead = tuple([image for image in b.images if image.first + image.tokens > start])
                 if end > ahead[0].first and len(ahead) > self._rows_of.get(b.request, 0):
@@ -956,6 +967,7 @@ class Scheduler:
                 context = None if b.context is None else b.context[:]
                 draws.append(Draw(params, b.seed, length, blocked, context, b.prompt_tokens))
                 b.pending = pending + 1
+                b.steady = b.context is None and not b.blocked and end >= b.marked
             if contested:
                 alone = count == 1
                 spent = self.cost.decode_seconds(start) if alone else self.cost.chunk_seconds(start, count)

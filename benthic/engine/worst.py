@@ -1,8 +1,8 @@
-"""The largest steps that the configuration admits, taken before there is a request: what they need is there from then on,
-and where it does not fit the engine does not start. No torch.
+"""The largest steps that the configuration admits, taken before there is a request: what they need is there from then
+on, and where it does not fit the engine does not start. No torch.
 
-Largest is: as many rows as the token budget at the end of the longest context, the last of them with log-probabilities of
-prompt tokens; and a decode row for each slot, all with that context and with every setting of a draw that takes memory.
+Largest is: as many rows as the token budget at the end of the longest context, the last with prompt log-probabilities;
+and a decode row for each slot, all with that context and with every setting of a draw that takes memory.
 """
 
 import math
