@@ -31,6 +31,17 @@ def tenants() -> str:
     return _kinds("tenants", "ttft_other", "of the other tenant")
 
 
+def priorities() -> str:
+    """What a request of lower priority waits for while there are more of the better one than there is time for."""
+    result = read("sim-h200", CPU)
+    if result is None:
+        return absent("benthic bench sim")
+    runs = [run for run in result[0]["runs"] if run["scenario"] == "priorities"]
+    keys = ("longest_wait_batch", "longest_wait_chat", "ttft_chat_p50")
+    rows = [[run["policy"], *(f"{run['measures'][key]:.1f}" for key in keys)] for run in runs]
+    return grid(["policy", "longest wait of priority 2, s", "of priority 0", "TTFT p50 of priority 0, s"], rows)
+
+
 def memory() -> str:
     """What little memory costs."""
     result = read("sim-h200", CPU)
@@ -65,5 +76,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "h200": lambda: policies("sim-h200", "benthic bench sim"),
     "here": lambda: policies("sim-minnow", "benthic bench sim --machine here"),
     "tenants": tenants,
+    "priorities": priorities,
     "memory": memory,
 }

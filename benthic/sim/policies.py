@@ -4,6 +4,7 @@
 `fixed N`       every step has up to N rows, decode rows first, whatever that takes.
 `last goes`     ours, but when memory is short the one that came last gives way.
 `in order`      ours, but all tenants are one.
+`strict`        ours, but waiting never makes up for priority.
 `prefill first` prompts are computed as soon as they are there, in steps of their own; decode rows wait meanwhile.
 """
 
@@ -98,6 +99,10 @@ def by_rank_alone() -> Policy:
 
 def in_order() -> Policy:
     return Policy("in order", lambda world, cost: _scheduler(InOrder, world, cost, OURS))
+
+
+def strict() -> Policy:
+    return Policy("strict", lambda world, cost: _scheduler(Scheduler, world, cost, {**OURS, "patience": 0.0}))
 
 
 def prefill_first() -> Policy:

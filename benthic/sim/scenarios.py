@@ -9,7 +9,7 @@ from benthic.cache.replay import Windows
 from benthic.engine.cost import Coefficients
 from benthic.sim import trace
 from benthic.sim.engine import Life, Outcome
-from benthic.sim.policies import Policy, World, by_rank_alone, fixed, in_order, ours, prefill_first
+from benthic.sim.policies import Policy, World, by_rank_alone, fixed, in_order, ours, prefill_first, strict
 from benthic.sim.trace import Arrival, Lengths
 
 # One rank of eight with V4.1-Flash on an H200, from docs/decisions/0002-hopper.md: 64 decode rows at 32K take 25.7 ms,
@@ -107,6 +107,13 @@ def _tenants(scale: Scale, seed: int, seconds: float) -> list[Arrival]:
     return trace.merged(flood, other)
 
 
+def _priorities(scale: Scale, seed: int, seconds: float) -> list[Arrival]:
+    """More chats than there is time for, for half of the time, and a few requests of lower priority beside them."""
+    chats = trace.poisson(seed, seconds=seconds / 2, rate=6 * scale.rate, lengths=scale.lengths)
+    batch = trace.poisson(seed, seconds=seconds / 2, rate=scale.rate / 8, lengths=scale.lengths, kind="batch")
+    return trace.merged(chats, [replace(one, priority=2) for one in batch])
+
+
 def _stories(scale: Scale, seed: int, seconds: float) -> list[Arrival]:
     """Long answers to long prompts; half of these begin with one of three common beginnings."""
     head, lengths = scale.turn[0], replace(scale.lengths, output=8 * scale.lengths.output)
@@ -122,6 +129,7 @@ SCENARIOS = [
     Scenario("agents", _agents),
     Scenario("conversations", _hashed),
     Scenario("tenants", _tenants, policies=lambda scale: [ours(), in_order()]),
+    Scenario("priorities", _priorities, policies=lambda scale: [ours(), strict()]),
     Scenario("little memory", _stories, policies=lambda scale: [ours(), by_rank_alone()], scarce=True),
 ]
 
@@ -152,7 +160,6 @@ def measures(outcome: Outcome) -> dict[str, float]:
         "itl_p50": quantile(gaps, 0.5),
         "itl_p99": quantile(gaps, 0.99),
         "itl_max": max(gaps, default=0.0),
-        "longest_wait": max((_wait(life, outcome) for life in lives), default=0.0),
         "preemptions": outcome.preemptions,
         "rows_again": outcome.rows - sum(_rows(life) for life in answered),
         "steps": outcome.steps,
@@ -161,6 +168,8 @@ def measures(outcome: Outcome) -> dict[str, float]:
     for kind, name in ((None, "ttft"), *((kind, f"ttft_{kind}") for kind in _kinds(lives))):
         firsts = [life.ttft for life in answered if kind is None or life.arrival.kind == kind]
         found |= {f"{name}_p50": quantile(firsts, 0.5), f"{name}_p99": quantile(firsts, 0.99)}
+        waits = [_wait(life, outcome) for life in lives if kind is None or life.arrival.kind == kind]
+        found |= {f"{name.replace('ttft', 'longest_wait')}": max(waits, default=0.0)}
     return found
 
 

@@ -1,6 +1,7 @@
 """The simulation: its clock against a count by hand, what it must never do, and what is asked of the scheduler."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,7 @@ from benthic.cache.replay import Windows
 from benthic.engine.cost import Coefficients, CostModel, Shape
 from benthic.sim import run, trace
 from benthic.sim.engine import HOST_SECONDS, Machine, simulate
-from benthic.sim.policies import World, fixed, ours, prefill_first
+from benthic.sim.policies import World, fixed, ours, prefill_first, strict
 from benthic.sim.scenarios import H200, H200_RANK, SCENARIOS, curve, jain, measures, quantile
 from benthic.sim.trace import Arrival
 
@@ -72,6 +73,19 @@ def test_long_prompts_do_not_double_the_latency_of_the_others():
     assert p99["long prompts", "ours"] <= 2 * p99["chat", "ours"]
     assert p99["long prompts", "fixed 2048"] > 2 * p99["long prompts", "ours"]
     assert all(e["measures"]["unanswered"] == 0 for e in found["runs"])
+
+
+def test_a_low_priority_waits_no_longer_than_the_bound():
+    """Chats for four times what there is time for; the batch requests beside them begin all the same."""
+    chats = trace.poisson(1, seconds=150, rate=6.0, lengths=trace.Lengths(100, 60, 1000))
+    batch = [replace(one, priority=2) for one in trace.poisson(1, seconds=100, rate=0.1, kind="batch")]
+    waits = {}
+    for policy in (ours(), strict()):
+        lives = simulate(trace.merged(chats, batch), policy, WORLD, EXACT).lives
+        waits[policy.name] = max(life.begun - life.arrival.at for life in lives if life.arrival.kind == "batch")
+    longest = 1100 * 0.012  # s, until one of four slots is free
+    assert waits["ours"] <= (2 + 1) * 30.0 + longest
+    assert waits["strict"] > 2 * waits["ours"]
 
 
 def test_what_is_said_of_a_run():
