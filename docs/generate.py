@@ -33,6 +33,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "../README.md": tables("../README.md", kernel_tables.README),
     "correctness.md": tables("correctness.md", gate_tables.BLOCKS),
     "determinism.md": tables("determinism.md", loop_tables.BLOCKS),
+    "cache.md": tables("cache.md", loop_tables.OF_CACHE),
     "scheduling.md": tables("scheduling.md", schedule_tables.BLOCKS),
 }
 

@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import Any
 
 from benthic.bench import report
+from benthic.bench.numerics import answers
 from benthic.bench.report import Measure
 from benthic.cache import prefix
 from benthic.cache.manager import CacheManager
@@ -39,7 +40,8 @@ class Options:
     agents: int = 8
     turns: int = 8
     documents: int = 48  # of the comparison of modes
-    data: Path | None = None  # held-out documents; None: random tokens
+    data: Path | None = None  # held-out documents
+    needles: tuple[tuple[str, str], ...] = ()  # prompts that hide a code, and the code
     seed: int = 0
 
 
@@ -205,7 +207,8 @@ def modes(config: Config, options: Options, say: Callable[[str], None]) -> list[
     """Every way to answer behind a hit against a cold engine that computes everything.
 
     A document's first part is put into the cache, then the whole is asked: the distribution of the next token (its
-    best, in nats), and 32 greedy tokens.
+    best, in nats), and 32 greedy tokens. Bits per byte rise by the divergence where the text is what the cold engine
+    expects. Needle prompts are cut before the question.
     """
     if options.data is None:
         raise BenchError("modes", "needs held-out documents: --data FILE")
@@ -216,28 +219,39 @@ def modes(config: Config, options: Options, say: Callable[[str], None]) -> list[
     texts = [document.response for document in islice(read_documents(options.data), 4 * options.documents)]
     with LLM(config=_with(config, prefix=False, truncation="off")) as llm:
         assert llm.tokenizer is not None
-        joined = [llm.tokenizer.encode(" ".join(texts[4 * i : 4 * i + 4])) for i in range(options.documents)]
+        joined = [" ".join(texts[4 * i : 4 * i + 4]) for i in range(options.documents)]
+        ids_of = {text: llm.tokenizer.encode(text) for text in joined}
         windows: Windows = llm.model.windows
         least = windows.reach_storing + windows.reach_others + 2 * BLOCK
-        prompts = [ids for ids in joined if len(ids) >= least]
+        chosen = [text for text in joined if len(ids_of[text]) >= least]
+        prompts = [ids_of[text] for text in chosen]
+        token_bytes = sum(len(text.encode()) for text in chosen) / max(sum(map(len, prompts)), 1)
         if not prompts:
             raise BenchError("modes", f"no four documents together have the {least} tokens that tell modes apart")
         say(f"modes, cold, {len(prompts)} prompts")
         cold = llm.generate(prompts, params, progress=False)
+        if options.needles:
+            right = answers(llm, options.needles)
+            measures.append(_measure(f"cold: needles of {len(options.needles)} found", [right], "share"))
     for mode, truncation in WAYS:
         say(f"modes, {mode}, {truncation}")
         with LLM(config=_with(config, mode=mode, truncation=truncation, kept_rows=windows.tokens + 12)) as llm:
             llm.generate([ids[: len(ids) - 40] for ids in prompts], replace(params, max_tokens=1), progress=False)
             warm = llm.generate(prompts, params, progress=False)
+            right = answers(llm, options.needles, asked_before=40) if options.needles else None
         apart = [_divergence(w.logprobs[0].top, c.logprobs[0].top) for w, c in zip(warm, cold, strict=True)]
         agreed = [_agreed(w.token_ids, c.token_ids) for w, c in zip(warm, cold, strict=True)]
         hit = sum(done.usage.cached_tokens for done in warm) / sum(map(len, prompts))
+        kl = sum(apart) / len(apart)
         values = [
-            ("KL of the next token", sum(apart) / len(apart), "nats"),
+            ("KL of the next token", kl, "nats"),
+            ("bits per byte it adds", kl / math.log(2) / token_bytes, "bits/byte"),
             ("same first token", sum(n > 0 for n in agreed) / len(agreed), "share"),
             ("greedy tokens alike of 32", sum(agreed) / len(agreed), "tokens"),
             ("tokens found", hit, "share"),
         ]
+        if right is not None:
+            values.append((f"needles of {len(options.needles)} found", right, "share"))
         measures += [_measure(f"{mode}, {truncation}: {what}", [value], unit) for what, value, unit in values]
     return measures
 

@@ -546,13 +546,19 @@ def compare(
 # ---- what a user sees ------------------------------------------------------------------------------------------------
 
 
-def answers(llm: LLM, needles: Sequence[tuple[str, str]]) -> float:
-    """Share of prompts whose greedy answer is exactly right, white space at the ends apart."""
+def answers(llm: LLM, needles: Sequence[tuple[str, str]], asked_before: int = 0) -> float:
+    """Share of prompts whose greedy answer is exactly right, white space at the ends apart.
+
+    asked_before  each prompt is sent once before without so many last tokens, and answered behind a hit; 0: it is not
+    """
     if llm.tokenizer is None:
         raise BenchError("needles", f"{llm.path} has no tokenizer.json")
     encoder = ChatEncoder(llm.tokenizer)
     rows = [encoder.encode([{"role": "user", "content": prompt}]).ids for prompt, _ in needles]
     longest = max(len(llm.tokenizer.encode(answer, bos=False)) for _, answer in needles) + 2
+    if asked_before:
+        before = [ids[:-asked_before] for ids in rows if len(ids) > asked_before]
+        llm.generate(before, SamplingParams(max_tokens=1), progress=False)
     done = llm.generate(rows, SamplingParams(temperature=0.0, max_tokens=longest), progress=False)
     return sum(d.text.strip() == answer for d, (_, answer) in zip(done, needles, strict=True)) / len(needles)
 

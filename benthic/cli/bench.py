@@ -118,6 +118,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data", type=Path, metavar="FILE", help="held-out documents as in eval, for what approximate modes change"
     )
     cache.add_argument("--documents", type=_count, default=48, help="prompts made of them (default 48)")
+    cache.add_argument(
+        "--needles", type=_count, default=8, help="prompts of each length with a code to find (default 8)"
+    )
     cache.set_defaults(run_bench=_cache)
     sim = benches.add_parser("sim", help="the scheduler on request traces, on a virtual clock", allow_abbrev=False)
     sim.add_argument(
@@ -406,6 +409,7 @@ def _cache(args: argparse.Namespace) -> int:
         turns=max(args.turns, 1),
         documents=args.documents,
         data=args.data,
+        needles=_needles(args.data, args.needles, args.seed) if args.data and args.needles and "modes" in parts else (),
         seed=args.seed,
     )
     found = cache.run(settings, options, _say)

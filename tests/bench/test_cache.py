@@ -56,3 +56,18 @@ def test_divergence_and_agreement():
     assert cache._divergence(skew, even) == pytest.approx(0.1438410362, abs=1e-4)
     assert cache._agreed([1, 2, 3], [1, 2, 4]) == 2
     assert cache._agreed([1, 2], [1, 2]) == 2
+
+
+def test_ways_to_answer_behind_a_hit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cache, "WAYS", (("snapshot", "halo"), ("replay", "halo")))
+    documents = Path(cache.__file__).parent / "eval" / "documents.jsonl.xz"
+    text = "The cat sat by the door. " * 40
+    needles = ((f"{text} The code of the red box is 4711. {text} What is the code of the red box?", "4711"),)
+    options = cache.Options(documents=3, data=documents, needles=needles)
+    found = values(cache.modes(load(overrides={"model": "minnow", "cpu.threads": 1}), options, lambda _: None))
+    assert found["snapshot, halo: KL of the next token"] == 0
+    assert found["snapshot, halo: greedy tokens alike of 32"] == 32
+    assert found["snapshot, halo: needles of 1 found"] == found["cold: needles of 1 found"]
+    assert 0 < found["replay, halo: KL of the next token"] < 1
+    assert 0 < found["replay, halo: bits per byte it adds"] < found["replay, halo: KL of the next token"]
+    assert found["replay, halo: tokens found"] > 0.5
