@@ -96,6 +96,7 @@ def picture(found: dict[str, Any], path: Path) -> Path:
         raise MissingDependency("matplotlib", "train") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import NullFormatter
 
     names = list(dict.fromkeys(entry["scenario"] for entry in found["runs"]))
     columns = min(len(names), 3)
@@ -113,6 +114,7 @@ def picture(found: dict[str, Any], path: Path) -> Path:
                 axis.plot([1e3 * gap for gap in gaps], shares, label=entry["policy"], **style)
         axis.set_xscale("log")
         axis.set_yscale("log")
+        axis.xaxis.set_minor_formatter(NullFormatter())  # they run into each other where a trace has few decades
         axis.set_title(name, fontsize=10)
         axis.set_xlabel("gap between tokens, ms")
         axis.set_ylabel("share of gaps that are longer")
