@@ -313,7 +313,7 @@ class StepPlan:
     @property
     def tokens(self) -> int:
         """Rows of the step."""
-        return sum(len(chunk.tokens) for chunk in self.chunks)
+        return sum([len(chunk.tokens) for chunk in self.chunks])
 
 
 class TokenLogprobs(NamedTuple):

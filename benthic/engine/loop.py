@@ -206,10 +206,8 @@ class Loop:
 
     def _send(self, events: list[TokenEvent]) -> None:
         self.outbox.send(events)
-        for event in events:
-            self._tokens += len(event.tokens)
-            if event.usage is not None:
-                self._ended.append(event)
+        self._tokens += sum([len(event.tokens) for event in events])
+        self._ended += [event for event in events if event.usage is not None]
 
     def _tell(self, now: float) -> None:
         """Bring the metrics up to date. Not with every step: it costs as much as planning one."""
