@@ -114,9 +114,7 @@ def preempted(llm: LLM, todo: list[list[int]], settings: list[SamplingParams]) -
 ALONE = {"scheduler__ahead": "off", "cache__prefix": False}
 WAYS: dict[str, tuple[Callable[..., Answers], dict[str, object]]] = {
     "in one batch": (together, {}),
-    "begun ahead": (together, {"scheduler__ahead": "on"}),
     "in small chunks": (together, {"scheduler__token_budget": 64, "cache__prefix": False}),
-    "two at a time": (together, {"scheduler__max_running": 2}),
     "in another order": (in_another_order, {"scheduler__ahead": "on"}),
     "as they come": (as_they_come, {"scheduler__token_budget": 64}),
     "cached, state kept": (twice, {"cache__mode": "snapshot"}),
@@ -176,7 +174,7 @@ def test_tokens_that_the_host_does_not_know_yet(tiny: Path, alone: Answers):
     same_drawn_ahead(tiny, prompts(4096, 12, 150), alone)
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 64])
+@pytest.mark.parametrize("size", [2, 64])
 def test_in_batches_of_many_sizes(tiny: Path, alone: Answers, size: int):
     """The same twelve among others, whose number makes up the batch."""
     todo, settings = prompts(4096, 12, 150), params(12)

@@ -156,7 +156,7 @@ def limited(tiny: Path, ahead: str) -> LLM:
 @pytest.mark.parametrize("ahead", ["off", "on"])
 def test_a_few_seconds_at_the_limit(tiny: Path, ahead: str):
     with limited(tiny, ahead) as llm:
-        drive(llm, 4.0, seed=1)
+        drive(llm, 3.0, seed=1)
 
 
 @pytest.mark.slow
@@ -188,4 +188,4 @@ def test_a_leak_is_seen(tiny: Path, monkeypatch: pytest.MonkeyPatch, leak: Calla
 
         monkeypatch.setattr(llm.loop, "step", leaking)
         with pytest.raises(AssertionError):
-            drive(llm, 2.0, seed=3)
+            drive(llm, 1.5, seed=3)

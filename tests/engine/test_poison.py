@@ -38,7 +38,7 @@ def ask(llm: LLM) -> list[Any]:
     return llm.generate(PROMPTS, params, progress=False)
 
 
-@pytest.mark.parametrize("at", [1, 4, 9], ids=["as it begins", "on the way", "near its end"])
+@pytest.mark.parametrize("at", [1, 7], ids=["as it begins", "on the way"])
 def test_what_is_damaged_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch, at: int):
     """The victim's slot is filled with NaN before the step of one of its tokens."""
     want: list[Receipt | None] = [done.receipt for done in ask(llm)]
