@@ -224,6 +224,7 @@ def compressor(c: Cases, rows: int) -> Rowwise:
         here, ends = alone(where, at), (ids[at] >= 0)
         rest = (ones, eps, freqs, main, ids[at], torch.bfloat16)
         latent = compress.compress_store(a[at], b[at], storage.carry[layer], here, ratio, *rest)
+        latent = latent.masked_fill(~ends[:, None], 0.0)  # other rows are whatever memory held, infinities too
         compress.key_store(gemm.linear(latent, wk), here, ratio, key_ones, eps, freqs, index, ids[at])
         stored = [kv_copy.read_records(part, ids[at].clamp(min=0)) for part in (main, index)]
         kept = [torch.where(ends[:, None], x, torch.zeros_like(x)) for x in (latent, *stored)]
