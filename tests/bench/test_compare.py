@@ -174,6 +174,7 @@ def test_agreement_counts_ties_apart(folder: Path) -> None:
     assert found.kl == 0.0
 
 
+@pytest.mark.slow
 def test_from_the_command_line(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

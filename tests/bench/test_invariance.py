@@ -17,6 +17,7 @@ from benthic.kernels import backends
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_whole_run_and_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["bench", "invariance", "--device", "cpu", "--rows", "1,3", "--out", str(tmp_path)]
     assert main([*words, "--json"]) == 0

@@ -312,7 +312,7 @@ def test_every_kind_of_request_in_one_batch(model: DeepseekV41, form: Form):
     assert_same(answer(model, form, EVERYTHING, never=[1, 2, 3]), want)
 
 
-@pytest.mark.parametrize("form", [eager, recorded])
+@pytest.mark.parametrize("form", [pytest.param(eager, marks=pytest.mark.slow), recorded])
 def test_preempted_and_aborted(model: DeepseekV41, form: Form):
     requests = [request(i, 30 + i, temperature=1.0, max_tokens=45, n=1 + i % 2) for i in range(4)]
     aborts = {6: Abort(1), 9: Abort(3, 1)}

@@ -256,7 +256,7 @@ def test_tiny_choices_survive_a_hit(models: Callable[[str], Model]):
         assert engine.ask(request(2, (*FIRST[:140], *NEXT), tokens=8, mode=mode)) == want
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["host", pytest.param("device", marks=pytest.mark.slow)])
 def test_steps_begun_ahead_are_the_same_steps(model: Model, form: str):
     """Three requests that share beginnings, stop and are preempted, each step begun while the one before runs."""
     requests = [request(i, (*FIRST[: 30 + 8 * i], *ids_of(5, i)), tokens=45) for i in range(3)]

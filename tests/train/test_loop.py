@@ -364,6 +364,7 @@ def timed(folder: Folder, settings: Settings, clock: Time) -> tuple[Timed, RowLo
     return trainer, loader_of(folder, settings)
 
 
+@pytest.mark.slow
 def test_a_real_run_in_parts_is_the_whole_run_bit_for_bit(
     folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -184,6 +184,7 @@ def test_what_cannot_be_asked_is_missing_with_its_reason(subject: LocalSubject) 
         assert reason in missing.reason
 
 
+@pytest.mark.slow
 def test_views_are_engines_opened_that_way(subject: LocalSubject, opened: Opened) -> None:
     question = Score(DOCUMENTS[:1])
     row = rendering.row(llm_of(opened).encoder, DOCUMENTS[:1])
@@ -211,6 +212,7 @@ def test_views_are_engines_opened_that_way(subject: LocalSubject, opened: Opened
     assert scored(subject, question) == plain
 
 
+@pytest.mark.slow
 def test_a_view_never_runs_in_graphs_nor_in_the_engine_that_serves(subject: LocalSubject, opened: Opened) -> None:
     scored(subject, Score(DOCUMENTS[:1]))
     del opened.settings[:]
