@@ -199,7 +199,8 @@ def _hyper_read(
     return h, hyper.Streams(s, pre, None, post, comb)
 
 
-def _grid(x: Tensor, one_scale: bool) -> Tensor:
+def on_grid(x: Tensor, one_scale: bool) -> Tensor:
+    """x as a product takes it: on the FP8 grid, and carried where the weight has one scale a row."""
     x = quant.roundtrip_fp8(x)
     return quant.roundtrip_carry(x) if one_scale else x
 
@@ -216,9 +217,10 @@ def _attention_inputs(
     one_scale: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rank, channels = q_norm.shape[0], kv_norm.shape[0]
-    both = gemm.linear(_grid(h, one_scale), wqkv_a)
+    both = gemm.linear(on_grid(h, one_scale), wqkv_a)
     qa = quant.roundtrip_fp8(norm.rms_norm(both[:, :rank], q_norm, eps))
-    q = gemm.linear(quant.roundtrip_carry(qa) if one_scale else qa, wq_b).unflatten(1, (-1, channels))
+    q = gemm.linear(quant.roundtrip_carry(qa) if one_scale else qa, wq_b)
+    q = q.unflatten(1, (q.shape[1] // channels, channels))
     kw = rope.rotate(norm.rms_norm(both[:, rank:], kv_norm, eps), positions, freqs)
     return rope.rotate(q, positions, freqs).flatten(1), qa, quant.roundtrip_fp8(kw)
 
@@ -233,10 +235,11 @@ def _attention_output(
     quantise_wo_a: bool,
     one_scale: bool,
 ) -> Tensor:
-    back = rope.rotate(o, positions, freqs, inverse=True).reshape(o.shape[0], groups, -1)
-    back = _grid(back, one_scale) if quantise_wo_a else back
+    rows, heads, channels = o.shape
+    back = rope.rotate(o, positions, freqs, inverse=True).reshape(rows, groups, heads * channels // groups)
+    back = on_grid(back, one_scale) if quantise_wo_a else back
     u = gemm.grouped_linear(back, quant.grouped(wo_a, groups))
-    return gemm.linear(_grid(u.flatten(1), one_scale), wo_b)
+    return gemm.linear(on_grid(u.flatten(1), one_scale), wo_b)
 
 
 def _moe(
@@ -259,10 +262,11 @@ def _moe(
     routed = moe_experts.experts(h8, ids, weights, w13, w2, limit, True, round_hidden, one_scale)
     a, b = gemm.linear(quant.roundtrip_carry(h8) if one_scale else h8, shared_w13).chunk(2, dim=-1)
     y = swiglu.swiglu(a, b, limit, out_dtype=h.dtype if round_hidden else torch.float32)
-    return (routed + gemm.linear(_grid(y, one_scale).to(h.dtype), shared_w2).float()).to(h.dtype)
+    return (routed + gemm.linear(on_grid(y, one_scale).to(h.dtype), shared_w2).float()).to(h.dtype)
 
 
-_RUNS: dict[str, Callable[..., Any]] = {
+# runs of ops, taken apart: what `fused.<name>` has to give, with the ops of whatever backend is in force
+ONE_BY_ONE: dict[str, Callable[..., Any]] = {
     "hyper_read": _hyper_read,
     "attention_inputs": _attention_inputs,
     "attention_output": _attention_output,
@@ -309,12 +313,12 @@ def run_errors(name: str, args: tuple[Any, ...], got: Any) -> Iterator[tuple[str
         if name == "hyper_read":
             (h, streams), pending = moved(got, torch.device("cpu")), args[0]
             yield f"{name}: streams", relative(hyper.settle(pending), streams.s)
-            want_h, want = _RUNS[name](hyper.Streams(streams.s, pending.pre), *args[1:])
+            want_h, want = ONE_BY_ONE[name](hyper.Streams(streams.s, pending.pre), *args[1:])
             mixes = [torch.cat([s.pre, s.post, s.comb.flatten(1)], dim=1) for s in (want, streams)]
             yield f"{name}: mixes", relative(*mixes)
             yield f"{name}: input", relative(want_h, h)
             return
-        want = _RUNS[name](*args)
+        want = ONE_BY_ONE[name](*args)
     if name == "attention_inputs":
         for part, a, b in zip(("query", "query latent", "window row"), want, got, strict=True):
             yield f"{name}: {part}", relative(a, b)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from benthic.errors import ShapeError
-from benthic.kernels import backends, fused, gemm, quant, swiglu
+from benthic.kernels import backends, fused, quant
 from benthic.kernels.moe_experts import experts
-from benthic.kernels.moe_gate import route
 from benthic.testing.cases import ROWS
+from benthic.testing.ops import ONE_BY_ONE
 from benthic.testing.tolerances import assert_close
 
 
@@ -167,19 +167,6 @@ def test_strides(device: torch.device) -> None:
     assert_close("experts", y, slow(x, wide_ids, wide_weights, w13, w2, 10.0), 10.0)
 
 
-def steps(h: Tensor, gate: Tensor, bias: Tensor, *args: Any) -> Tensor:
-    """`fused.moe` op by op, each by its reference."""
-    w13, w2, shared_w13, shared_w2, k, normalise, scale, limit, round_hidden, one_scale = args
-    with backends.reference():
-        ids, weights = route(h, gate, bias, k, normalise, scale)
-        grid = quant.roundtrip_fp8(h)
-        routed = experts(grid, ids, weights, w13, w2, limit, True, round_hidden, one_scale)
-        a, b = gemm.linear(grid, shared_w13).chunk(2, dim=-1)
-        y = swiglu.swiglu(a, b, limit, out_dtype=h.dtype if round_hidden else torch.float32)
-        shared = gemm.linear(quant.roundtrip_fp8(y).to(h.dtype), shared_w2)
-        return (routed + shared.float()).to(h.dtype)
-
-
 @pytest.mark.parametrize("round_hidden", [False, True])
 @pytest.mark.parametrize("one_scale", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 5])
@@ -195,7 +182,9 @@ def test_sublayer(device: torch.device, rows: int, one_scale: bool, round_hidden
     if y is None:  # nothing serves it at this place
         return
     assert (y.shape, y.dtype) == (h.shape, h.dtype)
-    assert_close("experts_rounded", y, steps(h, gate, bias, *args), 3.0)
+    with backends.reference():
+        want = ONE_BY_ONE["moe"](h, gate, bias, *args)
+    assert_close("experts_rounded", y, want, 3.0)
 
 
 def test_gradient(device: torch.device) -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benthic.kernels import backends, fused, gemm, norm, quant, rope
+from benthic.kernels import backends, fused, gemm, quant, rope
+from benthic.testing.ops import ONE_BY_ONE, on_grid
 from benthic.testing.tolerances import MOVED_RMS, MOVED_ROW, SUMS, regridded
 
 EPS = 1e-20
@@ -40,48 +41,6 @@ PROFILES = [  # kind of the weights, one scale a row
 def matrix(kind: str, n: int, k: int, device: torch.device) -> quant.Matrix:
     blocks = quant.Fp8Matrix(*quant.quantise_weight_fp8(torch.randn(n, k, device=device) * k**-0.5))
     return {"blocks": blocks, "rows": quant.by_row(blocks), "values": quant.values(blocks)}[kind]
-
-
-def on_grid(x: Tensor, one_scale: bool) -> Tensor:
-    x = quant.roundtrip_fp8(x)
-    return quant.roundtrip_carry(x) if one_scale else x
-
-
-def inputs_one_by_one(
-    h: Tensor,
-    positions: Tensor,
-    freqs: Tensor,
-    wqkv_a: quant.Matrix,
-    q_norm: Tensor,
-    wq_b: quant.Matrix,
-    kv_norm: Tensor,
-    eps: float,
-    one_scale: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    both = gemm.linear(on_grid(h, one_scale), wqkv_a)
-    qa, kw = both.split([q_norm.shape[0], kv_norm.shape[0]], dim=1)
-    qa = quant.roundtrip_fp8(norm.rms_norm(qa, q_norm, eps))
-    q = gemm.linear(quant.roundtrip_carry(qa) if one_scale else qa, wq_b)
-    heads = q.view(q.shape[0], q.shape[1] // kv_norm.shape[0], kv_norm.shape[0])
-    kw = quant.roundtrip_fp8(rope.rotate(norm.rms_norm(kw, kv_norm, eps), positions, freqs))
-    return rope.rotate(heads, positions, freqs).flatten(1), qa, kw
-
-
-def output_one_by_one(
-    o: Tensor,
-    positions: Tensor,
-    freqs: Tensor,
-    wo_a: quant.Matrix,
-    wo_b: quant.Matrix,
-    groups: int,
-    quantise_wo_a: bool,
-    one_scale: bool,
-) -> Tensor:
-    o = rope.rotate(o, positions, freqs, inverse=True)
-    o = o.reshape(o.shape[0], groups, o.shape[1] * o.shape[2] // groups)
-    o = on_grid(o, one_scale) if quantise_wo_a else o
-    u = gemm.grouped_linear(o, quant.grouped(wo_a, groups))
-    return gemm.linear(on_grid(u.flatten(1), one_scale), wo_b)
 
 
 def assert_nearly_all(got: Tensor, want: Tensor, one_scale: bool = False) -> None:
@@ -139,7 +98,7 @@ def check_inputs(sizes: Sizes, rows: int, kind: str, one_scale: bool, device: to
     taken = fused.attention_inputs(*arguments)
     assert taken is not None
     with backends.reference():
-        wanted = inputs_one_by_one(*arguments)
+        wanted = ONE_BY_ONE["attention_inputs"](*arguments)
     for got, want in zip(taken, wanted, strict=True):
         assert_nearly_all(got, want, one_scale)
 
@@ -156,7 +115,7 @@ def check_output(
     taken = fused.attention_output(*arguments)
     assert taken is not None
     with backends.reference():
-        assert_nearly_all(taken, output_one_by_one(*arguments), one_scale)
+        assert_nearly_all(taken, ONE_BY_ONE["attention_output"](*arguments), one_scale)
 
 
 @pytest.mark.parametrize(("kind", "one_scale"), PROFILES)
