@@ -33,8 +33,9 @@ from benthic.kernels import (
     rows,
     swiglu,
 )
-from benthic.testing.tolerances import TOLERANCES, excess
+from benthic.testing.tolerances import MOVED_RMS, TOLERANCES, excess
 
+FEW = 32  # rows of which the mean may be far from what is expected
 TIES = 0.01  # share of rows whose choice (experts, entries) may differ: near ties
 
 
@@ -340,6 +341,8 @@ def unit(name: str) -> str:
         return "share of bytes that differ"
     if name.endswith("codes"):
         return "share of values with another code"
+    if name.endswith("all rows"):
+        return "relative, rms"
     return "share of rows that choose otherwise" if name.endswith("choice") else "of the op's tolerance"
 
 
@@ -419,6 +422,9 @@ def _differences(name: str, args: tuple[Any, ...], want: Any, got: Any, fp8: boo
             size = largest(a) if scale is None else scale.cpu()
             # each side may be one tolerance from the exact value
             yield Finding(name, excess(rule, b, a.double(), size), 2.0)
+            if fp8 and name == "experts" and len(a) >= FEW:
+                off = (b.double() - a.double()).norm() / a.double().norm()
+                yield Finding("experts: all rows", float(off), MOVED_RMS)
 
 
 def _rule(name: str, args: tuple[Any, ...], fp8: bool) -> tuple[str, Tensor | None]:

@@ -5,7 +5,7 @@ import torch
 
 from benthic.kernels import quant
 from benthic.testing import ops
-from benthic.testing.tolerances import SUMS, regridded
+from benthic.testing.tolerances import MOVED_RMS, SUMS, excess, regridded
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -21,6 +21,23 @@ def test_grids_in_a_row(seed: int) -> None:
         expected = regridded(SUMS, grids)
         assert 0.7 * expected < apart < 1.1 * expected, grids
         near, far = quant.roundtrip_fp8(near), quant.roundtrip_fp8(far)
+
+
+@pytest.mark.parametrize("inner", [64, 2304])
+def test_experts_whose_first_sums_are_off(inner: int) -> None:
+    """One value's next code may be much of a short row; all rows together stay within the bound of moved codes."""
+    make = torch.Generator().manual_seed(inner)
+    gate, up, off = torch.randn(3, 4096, inner, generator=make)
+    weight = torch.randn(inner, 256, generator=make) / inner**0.5
+
+    def rows(times: float) -> torch.Tensor:
+        hidden = torch.nn.functional.silu(gate + times * SUMS * off) * (up + times * SUMS * off.flip(0))
+        return quant.roundtrip_fp8(hidden.bfloat16().float()) @ weight
+
+    want, got = rows(0), rows(1)
+    assert 0.3 * MOVED_RMS < (got - want).norm() / want.norm() < MOVED_RMS
+    assert (rows(15) - want).norm() / want.norm() > MOVED_RMS  # as where sums stay in the matrix unit
+    assert excess("experts_fp8", got, want, ops.largest(want)) <= 2
 
 
 def test_only_products_of_codes_under_one_scale_a_row_have_fp8_sums() -> None:
