@@ -1,5 +1,5 @@
-"""How long a step will take, from what is in it: a small linear model, fitted at start and kept up while steps run. No
-torch, no clock.
+"""How long a step will take, from what is in it: a small linear model, fitted at start (`first_steps.py`) and kept up
+while steps run. No torch, no clock.
 
     seconds = fixed + decode rows + prompt rows + context + pairs + logits      each times a coefficient >= 0
 
@@ -14,11 +14,9 @@ no more: one is forgotten soon, many in a row are the new truth.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from time import perf_counter
 from typing import NamedTuple
 
-from benthic.types import Chunk, Draw, SamplingParams, StepPlan
+from benthic.types import StepPlan
 
 MEMORY = 300  # steps after which an equation weighs 1/e
 SOLVE_EVERY = 16  # steps
@@ -166,76 +164,3 @@ class CostModel:
             if moved <= 1e-12 * products[0][0] * now[0] * now[0]:
                 break
         self.now = Coefficients(*now)
-
-
-# ---- at start --------------------------------------------------------------------------------------------------------
-
-
-def calibrate(
-    model: CostModel,
-    run: Callable[[StepPlan], object],
-    *,
-    slots: int,
-    blocks: int,
-    block_tokens: int,
-    token_budget: int,
-    max_context_tokens: int,
-    limit_seconds: float = 0.5,
-    clock: Callable[[], float] = perf_counter,
-) -> None:
-    """Fit the model to a few steps of known shape, before there is a request.
-
-    run            computes a plan and waits for it. It is handed slots 1 .. slots and the first blocks; what it leaves
-                   there is what an ended request leaves.
-    blocks         usable ones, numbered from 1.
-    limit_seconds  no step is begun that would end later, as far as the ones before it tell.
-    """
-    begun = clock()
-    for plan in _steps(slots, blocks, block_tokens, token_budget, max_context_tokens):
-        shape = Shape.of(plan)
-        best = math.inf
-        for _ in range(2):  # the first brings code and memory in
-            expected = model.seconds(shape) if model.ready else 0.0
-            if clock() - begun + expected > limit_seconds:
-                break
-            at = clock()
-            run(plan)
-            best = min(best, clock() - at)
-        if best < math.inf:
-            model.observe(shape, best)
-            model.ready = False  # until all have been seen each counts in full
-            model.settle()
-
-
-def _steps(slots: int, blocks: int, size: int, budget: int, context: int) -> Sequence[StepPlan]:
-    """Small ones first. Decode rows share one table: where they write does not matter here."""
-    room = min(blocks * size, context)
-    greedy = SamplingParams(temperature=0.0)
-
-    def plan(chunks: Sequence[tuple[int, int, int]]) -> StepPlan:
-        """Of (slot, start, rows); chunks of one row draw."""
-        made = tuple(
-            Chunk(
-                0,
-                start,
-                (0,) * rows,
-                0,
-                rows == 1,
-                slot,
-                tuple(range(1, 1 + -(-(start + rows) // size))),
-                before=() if start else None,
-            )
-            for slot, start, rows in chunks
-        )
-        return StepPlan(0, made, tuple(Draw(greedy, 0, chunk.start + 1, (), None, 1) for chunk in made if chunk.sample))
-
-    few, deep = min(room - 1, 64), room - 1
-    lengths = [rows for rows in (32, 256, 2048) if rows <= min(room, budget)]
-    found = [plan([(1, few, 1)]), *(plan([(1, 0, rows)]) for rows in lengths[:2])]
-    counts = sorted({1, max(slots // 4, 1), slots})
-    found += [plan([(slot, few, 1) for slot in range(1, count + 1)]) for count in counts[1:]]
-    found += [plan([(slot, deep, 1) for slot in range(1, counts[-1] + 1)])]
-    if lengths and deep - lengths[0] > 4 * few:
-        found.append(plan([(1, deep - lengths[0], lengths[0])]))
-    found += [plan([(1, 0, rows)]) for rows in lengths[2:]]
-    return found

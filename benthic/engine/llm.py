@@ -28,14 +28,15 @@ from benthic.cache.manager import CacheManager, Pin
 from benthic.cache.spec import BLOCK_TOKENS, block_layout, blocks_for
 from benthic.cache.storage import Storage
 from benthic.config import Config, load
-from benthic.engine import worst
-from benthic.engine.cost import CostModel, calibrate
+from benthic.engine import first_steps
+from benthic.engine.branch import branch_seed
+from benthic.engine.cost import CostModel
 from benthic.engine.graphs import NotCapturable, sizes
 from benthic.engine.loop import Loop
 from benthic.engine.receipt import Maker, Receipt, digest_of
 from benthic.engine.runner import Model, Runner
 from benthic.engine.sampler import Sampler
-from benthic.engine.scheduler import Prefixes, Scheduler, branch_seed
+from benthic.engine.scheduler import Prefixes, Scheduler
 from benthic.errors import (
     BadConfigKey,
     BadField,
@@ -916,18 +917,11 @@ def build_loop(
     if device.type == "cuda":
         _compile(runner, config.scheduler.token_budget)
     captured = device.type == "cuda" and config.gpu.graphs and _capture(runner)
+    limits = first_steps.Limits(slots, longest, BLOCK_TOKENS, config.scheduler.token_budget, limit)
     if config.scheduler.worst_first:
-        _take_the_worst(runner, slots, longest, config.scheduler.token_budget, limit)
+        _take_the_worst(runner, limits)
     if config.scheduler.itl_target_ms or config.scheduler.itl_stretch:
-        calibrate(
-            cost,
-            runner.run,
-            slots=slots,
-            blocks=longest,
-            block_tokens=BLOCK_TOKENS,
-            token_budget=config.scheduler.token_budget,
-            max_context_tokens=limit,
-        )
+        first_steps.calibrate(cost, runner.run, limits)
     log.info(
         "ready",
         extra={
@@ -963,23 +957,16 @@ def _compile(runner: Runner, token_budget: int) -> None:
             log.warning("kernel does not compile", extra={"kernel": failure.job.kernel, "error": failure.error})
 
 
-def _take_the_worst(runner: Runner, slots: int, blocks: int, token_budget: int, limit: int) -> None:
+def _take_the_worst(runner: Runner, limits: first_steps.Limits) -> None:
     """The largest steps, so that what they need is there before anybody asks. Raises OutOfMemory."""
     device = runner.storage.device
     try:
-        worst.take(
-            runner.run,
-            slots=slots,
-            blocks=blocks,
-            block_tokens=BLOCK_TOKENS,
-            token_budget=token_budget,
-            max_context_tokens=limit,
-            limit_seconds=math.inf if device.type == "cuda" else _WORST_SECONDS,
-        )
+        first_steps.take_largest(runner.run, limits, math.inf if device.type == "cuda" else _WORST_SECONDS)
     except (torch.OutOfMemoryError, MemoryError) as error:
         free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
         raise OutOfMemory(
-            f"a step of {token_budget} rows, or of {slots} requests at {limit} tokens, beside weights and cache",
+            f"a step of {limits.token_budget} rows, or of {limits.slots} requests at {limits.max_context_tokens} "
+            "tokens, beside weights and cache",
             total - free,
             free,
             "lower cache.bytes, scheduler.token_budget or scheduler.max_running",

@@ -45,7 +45,6 @@ running sequences alone, `image_tokens` bounds them, and whoever waits for room 
 
 import heapq
 import math
-from array import array
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -58,8 +57,9 @@ from benthic.cache import prefix
 from benthic.cache.manager import CacheManager, Lease, Match, Pin
 from benthic.cache.prefix import Key
 from benthic.cache.replay import Windows
+from benthic.engine.branch import Branch
 from benthic.engine.cost import CostModel, Shape
-from benthic.engine.queue import Queue, Tenant
+from benthic.engine.queue import Queue
 from benthic.errors import (
     BadField,
     BenthicError,
@@ -82,7 +82,6 @@ from benthic.types import (
     ImageInput,
     Miss,
     Request,
-    SamplingParams,
     Score,
     SlotCopy,
     StepPlan,
@@ -95,18 +94,6 @@ MOST_IN_FLIGHT = 2  # one runs, one waits behind it
 _PROMPT_SECONDS = 2.0  # that any prompt may take
 _LONG_PASSED = 16  # waiting prompts that a step looks at in vain because a shorter one is under way
 HISTORY_IDS = 16  # ids before a sequence's first row that a model may want to know
-
-_MASK = 2**64 - 1
-
-
-def branch_seed(seed: int, branch: int) -> int:
-    """Seed of a branch, [0, 2**63). Branch 0 keeps the request's own, so that asking for more changes no answer."""
-    if branch == 0:
-        return seed
-    x = (seed + branch * 0x9E3779B97F4A7C15) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return (x ^ (x >> 31)) >> 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,12 +113,6 @@ class Prefixes:
         return prefix.root(prefix.namespace(self.namespace, kind), salt.encode())
 
 
-def _drawn_on_device(params: SamplingParams) -> bool:
-    """Can a draw be made without the host, with the last token unknown to it?"""
-    edited = params.logit_bias or params.allowed_ids or params.banned_ids
-    return not (edited or params.min_tokens or params.logprobs is not None or params.receipt)
-
-
 def _images_in(images: Sequence[ImageInput], size: int, first: int, block: int) -> bytes:
     """What else than ids decides what block `first + block` of `size` tokens holds: the images whose spans reach it."""
     start = (first + block) * size
@@ -140,119 +121,6 @@ def _images_in(images: Sequence[ImageInput], size: int, first: int, block: int) 
         return b""
     parts = [part for i in there for part in (i.digest.encode(), f"{i.first - start} {i.tokens}".encode())]
     return prefix.namespace(*parts)
-
-
-class Branch:
-    """One completion of a request: its tokens, how many of them the cache holds, and what it holds there."""
-
-    __slots__ = (
-        "asked",
-        "begun",
-        "blocked",
-        "by_host",
-        "cache",
-        "checkpoint",
-        "computed",
-        "context",
-        "copy",
-        "deadline",
-        "due",
-        "ended",
-        "ends",
-        "flying",
-        "fresh",
-        "hit",
-        "images",
-        "images_end",
-        "index",
-        "keep",
-        "keys",
-        "lease",
-        "level",
-        "limit",
-        "low",
-        "marked",
-        "miss",
-        "mode",
-        "order",
-        "params",
-        "pending",
-        "planned",
-        "priority",
-        "prompt_tokens",
-        "rank",
-        "request",
-        "root",
-        "scored",
-        "seed",
-        "since",
-        "started",
-        "steady",
-        "stored",
-        "tenant",
-        "tokens",
-        "truncation",
-        "turn",
-    )
-
-    def __init__(self, request: Request, index: int, order: int, ends: frozenset[int], limit: int):
-        params = request.params
-        self.request, self.index, self.params = request.id, index, params
-        self.priority, self.level, self.order = request.priority, request.priority, order
-        self.tenant: Tenant  # set as it is put into the queue, with the next three
-        self.since = self.due = self.started = 0.0  # seconds; started: when it last began
-        self.deadline = request.deadline
-        self.begun = False  # it ran, maybe until it was preempted
-        self.rank = (request.priority, order, index)
-        self.seed = branch_seed(request.seed, index)
-        self.tokens = list(request.prompt)  # prompt, then output
-        self.images = request.images
-        self.images_end = max((i.first + i.tokens for i in request.images), default=0)  # only text from here on
-        self.prompt_tokens = len(request.prompt)
-        self.limit = limit  # it ends when it has so many tokens
-        self.ends = ends  # ids that end it
-        self.blocked = tuple(sorted(ends)) if params.min_tokens else ()
-        penalised = (
-            params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-        )
-        self.context = array("i", request.prompt) if penalised else None  # the same as `tokens`, for the sampler
-        self.computed = 0  # tokens whose state is in the cache
-        # prompt tokens whose log-probability is known, or not asked for: the first has none, one branch is enough
-        self.scored = 1 if index == 0 and params.prompt_logprobs is not None else self.prompt_tokens
-        self.lease: Lease | None = None
-        self.planned = 0  # tokens that will be computed once all that is in flight is over
-        self.pending = 0  # draws in flight
-        self.flying = 0  # steps in flight that it is part of
-        self.turn = 0  # how often it began; results of a step planned before it began anew are dropped
-        self.asked = self.scored  # the same, once all that is in flight is over
-        self.ended = False
-        self.by_host = penalised or not _drawn_on_device(params)
-        # what it found in the cache, and how it goes on from there
-        self.cache, self.mode, self.truncation = request.cache, "", "off"
-        self.root: Key = b""
-        self.keys: list[Key] = []  # of its complete blocks, as far as somebody asked
-        self.hit = 0  # prompt tokens found when it began
-        self.miss: Miss | None = None  # and why not more
-        self.low = self.stored = self.keep = 0  # as in `types.Chunk`
-        self.marked = 0  # chunks that begin before this position say so
-        self.steady = False  # it decodes, and of its next row there is nothing else to say
-        self.fresh = False  # its slot does not know the ids before `computed`
-        self.copy: SlotCopy | None = None  # where its state comes from, before its first step
-        self.checkpoint = 0  # a chunk ends here, so that its state can be kept
-
-    @property
-    def length(self) -> int:
-        """Tokens, those included that are being drawn."""
-        return len(self.tokens) + self.pending
-
-    @property
-    def keeps_states(self) -> bool:
-        """Are its states kept at the ends of blocks? Only whole ones are: no layer may have skipped what they show."""
-        return self.mode == "snapshot" and self.cache.write and self.truncation in ("off", "halo")
-
-    @property
-    def output_tokens(self) -> int:
-        return len(self.tokens) - self.prompt_tokens
 
 
 class _Flight(NamedTuple):

@@ -8,7 +8,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from benthic.engine.cost import CostModel, Shape, calibrate
+from benthic.engine.cost import CostModel, Shape
+from benthic.engine.first_steps import Limits, calibrate
 from benthic.errors import BenchError, BenthicError
 from benthic.sim.policies import Policy, World
 from benthic.sim.trace import Arrival
@@ -72,16 +73,8 @@ def simulate(trace: Sequence[Arrival], policy: Policy, world: World, machine: Ma
     def run(plan: StepPlan) -> None:
         calibrated[0] += took(plan)
 
-    calibrate(
-        cost,
-        run,
-        slots=world.slots,
-        blocks=world.blocks,
-        block_tokens=128,
-        token_budget=world.token_budget,
-        max_context_tokens=world.context,
-        clock=lambda: calibrated[0],
-    )
+    limits = Limits(world.slots, world.blocks, 128, world.token_budget, world.context)
+    calibrate(cost, run, limits, clock=lambda: calibrated[0])
     scheduler = policy.build(world, cost)
     lives = [Life(arrival) for arrival in trace]
     outcome, now, coming, idle = Outcome(policy.name, lives), 0.0, 0, 0

@@ -15,8 +15,9 @@ from typing import NamedTuple
 from benthic.cache.manager import CacheManager
 from benthic.cache.replay import Windows
 from benthic.config import SchedulerConfig
+from benthic.engine.branch import Branch
 from benthic.engine.cost import CostModel
-from benthic.engine.scheduler import Branch, Prefixes, Scheduler
+from benthic.engine.scheduler import Prefixes, Scheduler
 from benthic.sim.trace import VOCAB_SIZE
 from benthic.types import Request, StepPlan
 

@@ -16,10 +16,11 @@ from benthic.cache.manager import CacheManager
 from benthic.cache.replay import Windows
 from benthic.cache.spec import AppendEntry, CacheSpec, CarryEntry, RingEntry
 from benthic.cache.storage import Storage
+from benthic.engine.branch import branch_seed
 from benthic.engine.loop import Loop
 from benthic.engine.runner import Runner
 from benthic.engine.sampler import Sampler
-from benthic.engine.scheduler import Prefixes, Scheduler, branch_seed
+from benthic.engine.scheduler import Prefixes, Scheduler
 from benthic.models.base import Batch
 from benthic.types import Draw, Request, SamplingParams
 

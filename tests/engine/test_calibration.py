@@ -2,7 +2,8 @@
 
 import pytest
 
-from benthic.engine.cost import CostModel, calibrate
+from benthic.engine.cost import CostModel
+from benthic.engine.first_steps import Limits, calibrate
 from benthic.models.deepseek_v41 import DeepseekV41, from_checkpoint
 from benthic.models.weights import Checkpoint
 from benthic.testing.checkpoints import make_tiny
@@ -29,8 +30,7 @@ def test_answers_after_the_steps_at_start_are_the_same(tiny: DeepseekV41, ahead:
         assert len(result.tokens) == len(plan.draws)
         found.append(result)
 
-    world = {"slots": 6, "blocks": 40, "block_tokens": BLOCK, "token_budget": 64}
-    calibrate(model, run, **world, max_context_tokens=tiny.max_positions, limit_seconds=20.0)
+    calibrate(model, run, Limits(6, 40, BLOCK, 64, tiny.max_positions), limit_seconds=20.0)
     assert model.ready
     assert min(model.now) >= 0.0 < max(model.now)
     assert {len(result.tokens) for result in found} >= {0, 1, 6}

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benthic.engine.cost import MEMORY, Coefficients, CostModel, Shape, calibrate
+from benthic.engine.cost import MEMORY, Coefficients, CostModel, Shape
+from benthic.engine.first_steps import Limits, calibrate
 from benthic.types import Chunk, Draw, SamplingParams, Score, StepPlan
 
 H200 = Coefficients(fixed=8e-3, decode=1e-4, row=7e-5, context=1e-9, pair=2e-10, logit=2e-6)
@@ -166,8 +167,7 @@ class Machine:
 @pytest.mark.parametrize("blocks", [1, 4, 600])
 def test_steps_at_start_tell_what_others_will_cost(slots: int, blocks: int):
     machine, model = Machine(H200), CostModel()
-    world = {"slots": slots, "blocks": blocks, "block_tokens": 128, "token_budget": 2048, "max_context_tokens": 65536}
-    calibrate(model, machine.run, limit_seconds=5.0, clock=machine.clock, **world)
+    calibrate(model, machine.run, Limits(slots, blocks, 128, 2048, 65536), limit_seconds=5.0, clock=machine.clock)
     assert model.ready
     for plan in machine.plans:
         assert plan.tokens <= 2048
@@ -184,15 +184,6 @@ def test_steps_at_start_tell_what_others_will_cost(slots: int, blocks: int):
 
 def test_steps_at_start_end_in_time():
     machine, model = Machine(Coefficients(*(100 * c for c in H200))), CostModel()
-    calibrate(
-        model,
-        machine.run,
-        slots=32,
-        blocks=600,
-        block_tokens=128,
-        token_budget=4096,
-        max_context_tokens=65536,
-        clock=machine.clock,
-    )
+    calibrate(model, machine.run, Limits(32, 600, 128, 4096, 65536), clock=machine.clock)
     assert model.ready
     assert machine.now <= 0.5 + 1.7 * 1.0  # the first step's cost is not known before

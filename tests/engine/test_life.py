@@ -8,8 +8,9 @@ import pytest
 
 import benthic
 from benthic.cache.replay import Windows
+from benthic.engine.branch import Branch
 from benthic.engine.loop import Loop
-from benthic.engine.scheduler import Branch, Prefixes
+from benthic.engine.scheduler import Prefixes
 from benthic.errors import NonFiniteLogits
 from benthic.types import Abort, CacheOptions, FinishReason, Miss, Request, SamplingParams, TokenEvent
 from tests.engine.fake import WINDOW, FakeModel, expected, fake_loop, greedy

@@ -5,9 +5,10 @@ from collections import Counter
 import pytest
 
 from benthic.cache.replay import Windows
+from benthic.engine.branch import Branch
 from benthic.engine.cost import Coefficients, CostModel
 from benthic.engine.loop import Loop
-from benthic.engine.scheduler import Branch, Prefixes
+from benthic.engine.scheduler import Prefixes
 from benthic.types import CacheOptions, Request
 from tests.engine.fake import WINDOW, expected, fake_loop, greedy
 from tests.engine.test_prefixes import prompt

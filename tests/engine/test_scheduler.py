@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from benthic.cache.manager import CacheManager
+from benthic.engine.branch import branch_seed
 from benthic.engine.loop import Loop
-from benthic.engine.scheduler import Scheduler, branch_seed
+from benthic.engine.scheduler import Scheduler
 from benthic.errors import (
     BadField,
     CapacityError,

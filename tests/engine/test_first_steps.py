@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from benthic.engine import worst
+from benthic.engine import first_steps
+from benthic.engine.first_steps import Limits
 from benthic.engine.llm import LLM
 from benthic.errors import OutOfMemory
 from benthic.testing.checkpoints import make_tiny
@@ -43,16 +44,14 @@ class Clock:
 )
 def test_sizes(limit: float, budget: int, rows: list[tuple[int, int]]):
     clock = Clock()
-    largest = worst.take(
-        clock.run, slots=3, blocks=9, block_tokens=128, token_budget=budget, max_context_tokens=1000,
-        limit_seconds=limit, clock=clock,
-    )  # fmt: skip
+    largest = first_steps.take_largest(clock.run, Limits(3, 9, 128, budget, 1000), limit, clock)
     assert clock.rows == rows
     assert largest == max(count for _, count in rows)
 
 
 def test_what_steps_hold():
-    decodes = worst.decode_steps(3, 300, 128)
+    limits = Limits(3, 9, 128, 1024, 300)
+    decodes = first_steps.decode_steps(limits)
     assert [[chunk.start + 1 for chunk in plan.chunks] for plan in decodes] == [[300] * 3] * 2
     assert [chunk.slot for chunk in decodes[0].chunks] == [1, 2, 3]
     assert {chunk.blocks for plan in decodes for chunk in plan.chunks} == {(1, 2, 3)}
@@ -62,11 +61,11 @@ def test_what_steps_hold():
     plain = SamplingParams()
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "banned_ids", "logprobs"):
         assert getattr(largest, name) != getattr(plain, name), name
-    (chunk,) = worst.prompt_step(200, 300, 128).chunks
+    (chunk,) = first_steps.prompt_step(limits, 200).chunks
     assert (chunk.start, len(chunk.tokens), chunk.blocks) == (100, 200, (1, 2, 3))
-    ((_, score),) = worst.prompt_step(200, 300, 128).scores
+    ((_, score),) = first_steps.prompt_step(limits, 200).scores
     assert len(score.targets) == 199
-    assert worst.prompt_step(1, 1, 128).scores == ()
+    assert first_steps.prompt_step(limits._replace(max_context_tokens=1), 1).scores == ()
 
 
 @pytest.fixture(scope="module")
@@ -96,21 +95,21 @@ def test_without_room_for_them_no_engine_starts(tiny: Path, monkeypatch: pytest.
     def too_large(plan: StepPlan) -> None:
         raise fails("no room")
 
-    take: Callable[..., int] = worst.take
-    monkeypatch.setattr(worst, "take", lambda run, **sizes: take(too_large, **sizes))
+    take: Callable[..., int] = first_steps.take_largest
+    monkeypatch.setattr(first_steps, "take_largest", lambda run, *sizes: take(too_large, *sizes))
     with pytest.raises(OutOfMemory, match=r"a step of 64 rows, or of 4 requests at 300 tokens.*lower cache\.bytes"):
         open_engine(tiny)
 
 
 def test_they_can_be_left_out(tiny: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(worst, "take", lambda run, **sizes: pytest.fail("it was taken"))
+    monkeypatch.setattr(first_steps, "take_largest", lambda run, *sizes: pytest.fail("it was taken"))
     LLM(tiny, scheduler__worst_first=False, scheduler__max_running=4, cpu__threads=1).close()
 
 
 @pytest.mark.gpu
 def test_nothing_is_first_allocated_in_service():
     """The allocator's reserve is the same after as many long requests as run together, with everything asked for."""
-    settings = replace(worst._LARGE, max_tokens=8, receipt=False)
+    settings = replace(first_steps.LARGE, max_tokens=8, receipt=False)
     with LLM("minnow", device="cuda", scheduler__worst_first=True, scheduler__max_running=8) as llm:
         reserved = torch.cuda.memory_reserved()
         for _ in range(2):
