@@ -220,3 +220,30 @@ def test_loop(tables: ModuleType, tmp_path: Path) -> None:
         "| prefill, 64 tokens, one by one | 3 000 | 3 000 | +0.0 % |",
         "| prefill, 64 tokens, ahead | 3 000 | 2 000 | +50.0 % |",
     ]
+
+
+def test_a_fixed_part_and_a_rate_are_found_again(tables: ModuleType, tmp_path: Path) -> None:
+    def case(variant: str, rows: int, nbytes: float, us: float, name: str = "a") -> dict[str, Any]:
+        return {"op": "linear", "variant": variant, "shape": f"{name} 1x1 M={rows}", "bytes": nbytes, "cold_us": us}
+
+    sizes = (1e6, 4e6, 2e7, 9e7)
+    cases = [case(v, m, size, 5.0 + size / 2e6) for v in ("exact", "fast") for m in (1, 16, 64) for size in sizes]
+    cases += [case("exact", 1, 1e6, 900.0, "head"), case("exact", 384, 1e6, 900.0)]
+    keep(tmp_path, "kernel", {"cases": cases})
+    rows = [line for line in tables.fixed().splitlines() if line.startswith("| exact")]
+    assert [row.split("|")[2:5] for row in rows] == [[f" {m} ", " 5.0 ", " 2.00 "] for m in (1, 16, 64)]
+
+
+def test_the_readme_has_steps_at_32k_and_prompts(tables: ModuleType, tmp_path: Path) -> None:
+    assert "Not measured yet" in tables.rank_in_short()
+    step = {"rows": 64, "requests": 64, "step_ms": 20.0, "floor_ms": 10.0, "times_floor": 2.0}
+    step |= {"tokens_per_second": 3200.0, "tokens_per_second_a_user": 50.0}
+    prefill = {"tokens": 32768, "encoder": {"seconds": 2.0, "tokens_per_second": 16384.0, "floor_seconds": 0.5}}
+    steps = [step | {"context": 4096, "rows": 1}, step | {"context": 32768}, {"context": 32768, "error": "it failed"}]
+    keep(tmp_path, "rank-ep8-fast", {"steps": steps, "prefill": prefill})
+    text = tables.rank_in_short()
+    assert "(results/nvidia-h200/rank-ep8-fast.json)" in text, "links start at the README"
+    assert [line for line in text.splitlines() if line.startswith("| fast")] == [
+        "| fast | decode step, 64 rows of 64 requests | 20.0 ms | 10.0 ms | 2.00 | 3200, 50 a user |",
+        "| fast | prefill of 32768 tokens | 2.00 s | 0.50 s | 4.00 | 16384 |",
+    ]

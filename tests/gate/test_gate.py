@@ -325,9 +325,11 @@ def test_a_pass_is_remembered_for_its_combination(copy: Path, runs: Count) -> No
     assert second.outcomes == first.outcomes
     gate.ensure(config, fresh=True)
     assert len(runs) == 2
-    for other in (settings(copy, numerics="float"), settings(copy, **{"cpu.native": "off"})):
+    others = settings(copy, numerics="float"), settings(copy, **{"cpu.native": "off"})
+    for other in others:
         gate.ensure(other)
     assert len(runs) == 4
+    assert all(gate.ensure(known).remembered for known in (config, *others)), "side by side"
     path = copy / "config.json"
     path.write_text(path.read_text() + "\n")
     gate.ensure(config)

@@ -111,3 +111,24 @@ def test_the_machine_is_what_was_measured():
     assert cost.seconds(Shape(384, 0, 64 << 15, 0, 384)) == pytest.approx(60.1e-3, rel=0.01)
     prompt = sum(cost.chunk_seconds(start, 4096) for start in range(0, 1 << 15, 4096))
     assert (1 << 15) / prompt == pytest.approx(12900, rel=0.03)
+
+
+def test_what_is_asked_of_ours_is_missed_where_it_is_not_there():
+    def entry(scenario: str, policy: str, p99: float, unanswered: int, calm: str | None = None) -> dict[str, object]:
+        return {
+            "scenario": scenario,
+            "policy": policy,
+            "calm": calm,
+            "measures": {"itl_p99": p99, "unanswered": unanswered},
+        }
+
+    runs = [entry("chat", "ours", 0.02, 0), entry("chat", "fixed 8", 1.0, 7)]
+    runs += [entry("long", "ours", 0.05, 1, "chat"), entry("bursts", "ours", 0.04, 0, "chat")]
+    found = {v["name"]: (v["value"], v["verdict"]) for v in run.verdicts(runs)}
+    assert found == {
+        "chat: requests without an answer": (0, "met"),
+        "long: ITL p99 over that of chat": (2.5, "missed"),
+        "long: requests without an answer": (1, "missed"),
+        "bursts: ITL p99 over that of chat": (2.0, "met"),
+        "bursts: requests without an answer": (0, "met"),
+    }
