@@ -31,6 +31,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "metrics.md": metrics.markdown,
     "kernels.md": tables("kernels.md", kernel_tables.BLOCKS),
     "../README.md": tables("../README.md", kernel_tables.README),
+    "cpu.md": tables("cpu.md", kernel_tables.OF_CPU),
     "correctness.md": tables("correctness.md", gate_tables.BLOCKS),
     "determinism.md": tables("determinism.md", loop_tables.BLOCKS),
     "cache.md": tables("cache.md", loop_tables.OF_CACHE),

@@ -247,6 +247,25 @@ def steps(found: Found, link: str) -> str:
     return "\n".join(lines)
 
 
+def on_a_cpu(up: str) -> str:
+    """minnow's steps there, beside the estimate and what was asked. up: from the page's folder to the project's."""
+    got = read("step-minnow-reference", CPU)
+    if got is None:
+        return absent("benthic bench step --model minnow --device cpu --peer ftllm")
+    found, link = got
+    rows: list[list[str]] = []
+    for measure in found["measures"]:
+        value, estimate, target = measure["value"], measure.get("estimate"), measure.get("target")
+        share = "" if estimate is None else percent(value / estimate)
+        asked = "" if target is None else f"{'<=' if measure['better'] == 'less' else '>='} {target:g}"
+        shown = f"{value:.3g}" if value < 100 else f"{value:.0f}"
+        rows.append(
+            [measure["name"], shown, measure["unit"], "" if estimate is None else f"{estimate:.0f}", share, asked]
+        )
+    head = ("", "measured", "", "estimate", "share", "asked")
+    return f"{source(found, up + link.removeprefix('../'))}\n\n{grid(head, rows)}"
+
+
 def rank_in_short() -> str:
     """For the README, from whose folder links start: steps at 32K, and what a prompt takes."""
     rows: list[list[str]] = []
@@ -368,4 +387,5 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "texts": texts,
     "compared": compared,
 }
-README: dict[str, Callable[[], str]] = {"rank in short": rank_in_short}
+README: dict[str, Callable[[], str]] = {"rank in short": rank_in_short, "minnow on a CPU": lambda: on_a_cpu("")}
+OF_CPU: dict[str, Callable[[], str]] = {"measured": lambda: on_a_cpu("../")}

@@ -66,16 +66,21 @@ class Limits(NamedTuple):
 def take_largest(run: Run, limits: Limits, limit_seconds: float = math.inf, clock: Clock = perf_counter) -> int:
     """Take the largest steps. Returns the rows of the largest.
 
-    limit_seconds  a step expected to take longer is taken with fewer rows.
+    limit_seconds  for all of it: what is expected to end later is left out, or taken with fewer rows. The decode rows
+                   with every setting and a step of a few rows are taken in any case.
     """
+    begun = clock()
     for plan in decode_steps(limits):
+        at = clock()
         run(plan)
+        if clock() - begun + (clock() - at) > limit_seconds:
+            break
     most = min(limits.token_budget, limits.context)
     rows = most if limit_seconds == math.inf else min(_FEW, most)
-    begun = clock()
+    at = clock()
     run(prompt_step(limits, rows))
     if rows < most:
-        affordable = rows * limit_seconds / max(clock() - begun, 1e-6)
+        affordable = rows * (begun + limit_seconds - clock()) / max(clock() - at, 1e-6)
         rows = min(most, 1 << max(int(affordable), 1).bit_length() - 1)
         if rows > _FEW:
             run(prompt_step(limits, rows))
@@ -91,12 +96,12 @@ def prompt_step(limits: Limits, rows: int) -> StepPlan:
 
 
 def decode_steps(limits: Limits) -> Sequence[StepPlan]:
-    """A row for each slot, drawn from as usual, and with everything."""
+    """A row for each slot, drawn from with everything, and as usual."""
     context, slots = limits.context, range(1, limits.slots + 1)
     chunks = tuple(limits.chunk(slot, context - 1, 1, True) for slot in slots)
     ids = array("i", bytes(4 * context))
     plans: list[StepPlan] = []
-    for params, held in ((_USUAL, None), (LARGE, ids)):
+    for params, held in ((LARGE, ids), (_USUAL, None)):
         plans.append(StepPlan(0, chunks, tuple(Draw(params, slot, context, (), held, 1) for slot in slots)))
     return plans
 

@@ -72,7 +72,7 @@ from benthic.types import (
     Usage,
 )
 
-_WORST_SECONDS = 1.0  # that the largest step may take before the engine is ready, on a CPU
+_WORST_SECONDS = 1.0  # that the largest steps may take before the engine is ready, on a CPU
 _PROGRESS_FROM = 8  # prompts from which a progress bar is worth its line
 
 log = logging.getLogger(__name__)
