@@ -448,6 +448,30 @@ def test_wide_rows_in_order(device: torch.device, room: str):
     check_rows(logits, [row._replace(seed=i) for i, row in enumerate(rows)], device)
 
 
+@pytest.mark.parametrize(
+    "left", [-2, 0, pytest.param(-1, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)]
+)
+def test_a_window_beside_the_edge(device: torch.device, monkeypatch: pytest.MonkeyPatch, left: int):
+    """The first window holds one key, at the level where half of the ids lie, or next to it: what a pass says of the
+    keys outside must neither lose that level nor keep what is below."""
+    if not is_interpreted(torch.zeros(1, 1)):
+        pytest.skip("the room is compiled in")
+    tl, module = pytest.importorskip("triton.language"), "benthic.kernels.triton.sample"
+    for constant, value in LITTLE_ROOM.items():
+        monkeypatch.setattr(f"{module}.{constant}", tl.constexpr(value))
+    first = int(torch.tensor(0.25).view(torch.int32)) + left
+
+    def window(row, mask, best, vocab, low, *_: object):  # type: ignore[no-untyped-def]
+        return low.to(tl.int64) * 0 + first, low.to(tl.int64) * 0 + first + 1
+
+    monkeypatch.setattr(f"{module}._first_window", window)
+    x = torch.full((2600,), 0.25)
+    x[::2] = torch.linspace(0.3, 1.0, 1300)
+    x[::5] = torch.linspace(-1.0, 0.2, 520)
+    rows = [Row(top_k=count, seed=seed) for count in (1100, 1900) for seed in (1, 4)]
+    check_rows(x.expand(len(rows), -1).contiguous(), rows, device)
+
+
 @cache
 def last_seed() -> int:
     """A seed with which the last id that stays is drawn, at position 3."""
