@@ -276,7 +276,7 @@ class Draw(NamedTuple):
     seed: int  # of this branch
     position: int  # absolute position of the token that is drawn
     blocked: tuple[int, ...]  # ids that would end the completion before `min_tokens`
-    context: "array[int] | None"  # prompt and output so far, int32, when a penalty is on
+    context: "array[int] | None"  # prompt and output so far, array("I"), when a penalty is on
     prompt_tokens: int  # how many of `context` are the prompt
 
 

@@ -42,21 +42,20 @@ def chain(
 ) -> list[Key]:
     """Keys of the whole blocks in `ids`, the first of which follows the block whose key is `before`.
 
+    ids     below 2**32; as array("I") they need no conversion.
     extras  number of a block, counted from the first in `ids` -> what else it holds (image digests), or b"".
-    Cost    about 1.5 us a block of 128.
+    Cost    for a block of 128 little more than SHA-256, 0.6 us; of a list, as much again to read its numbers.
     """
-    count = len(ids) // block_tokens
-    data = array("I", ids[: count * block_tokens])
+    data = array("I", ids)  # a copy, in the form that is hashed
     if byteorder != "little":
         data.byteswap()
-    raw, size, sha256 = memoryview(data.tobytes()), 4 * block_tokens, hashlib.sha256
+    raw, size, sha256 = data.tobytes(), 4 * block_tokens, hashlib.sha256
     keys: list[Key] = []
-    for i in range(count):
-        digest = sha256(before)
-        digest.update(raw[i * size : (i + 1) * size])
+    for at in range(0, len(raw) - size + 1, size):
+        content = before + raw[at : at + size]
         if extras is not None:
-            digest.update(extras(i))
-        before = digest.digest()
+            content += extras(at // size)
+        before = sha256(content).digest()
         keys.append(before)
     return keys
 

@@ -37,7 +37,6 @@ class Branch:
         "cache",
         "checkpoint",
         "computed",
-        "context",
         "copy",
         "deadline",
         "due",
@@ -60,6 +59,7 @@ class Branch:
         "mode",
         "order",
         "params",
+        "penalised",
         "pending",
         "planned",
         "priority",
@@ -89,17 +89,16 @@ class Branch:
         self.begun = False  # it ran, maybe until it was preempted
         self.rank = (request.priority, order, index)
         self.seed = branch_seed(request.seed, index)
-        self.tokens = list(request.prompt)  # prompt, then output
+        self.tokens = array("I", request.prompt)  # prompt, then output; in the form of which keys are made
         self.images = request.images
         self.images_end = max((i.first + i.tokens for i in request.images), default=0)  # only text from here on
         self.prompt_tokens = len(request.prompt)
         self.limit = limit  # it ends when it has so many tokens
         self.ends = ends  # ids that end it
         self.blocked = tuple(sorted(ends)) if params.min_tokens else ()
-        penalised = (
+        self.penalised = (  # its draws need all its tokens
             params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         )
-        self.context = array("i", request.prompt) if penalised else None  # the same as `tokens`, for the sampler
         self.computed = 0  # tokens whose state is in the cache
         # prompt tokens whose log-probability is known, or not asked for: the first has none, one branch is enough
         self.scored = 1 if index == 0 and params.prompt_logprobs is not None else self.prompt_tokens
@@ -110,7 +109,7 @@ class Branch:
         self.turn = 0  # how often it began; results of a step planned before it began anew are dropped
         self.asked = self.scored  # the same, once all that is in flight is over
         self.ended = False
-        self.by_host = penalised or not _drawn_on_device(params)
+        self.by_host = self.penalised or not _drawn_on_device(params)
         # what it found in the cache, and how it goes on from there
         self.cache, self.mode, self.truncation = request.cache, "", "off"
         self.root: Key = b""

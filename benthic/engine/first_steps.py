@@ -99,7 +99,7 @@ def decode_steps(limits: Limits) -> Sequence[StepPlan]:
     """A row for each slot, drawn from with everything, and as usual."""
     context, slots = limits.context, range(1, limits.slots + 1)
     chunks = tuple(limits.chunk(slot, context - 1, 1, True) for slot in slots)
-    ids = array("i", bytes(4 * context))
+    ids = array("I", bytes(4 * context))
     plans: list[StepPlan] = []
     for params, held in ((LARGE, ids), (_USUAL, None)):
         plans.append(StepPlan(0, chunks, tuple(Draw(params, slot, context, (), held, 1) for slot in slots)))

@@ -376,8 +376,6 @@ class Scheduler:
                 continue
             token = tokens[draw]
             b.tokens.append(token)
-            if b.context is not None:
-                b.context.append(token)
             finish = usage = None
             if token in b.ends:
                 finish = FinishReason.STOP
@@ -832,10 +830,10 @@ class Scheduler:
                     saved.append((b, b.turn, end, place))
             if sample:
                 blocked = b.blocked if b.blocked and length - b.prompt_tokens < params.min_tokens else ()
-                context = None if b.context is None else b.context[:]
+                context = tokens[:] if b.penalised else None
                 draws.append(Draw(params, b.seed, length, blocked, context, b.prompt_tokens))
                 b.pending = pending + 1
-                b.steady = b.context is None and not b.blocked and end >= b.marked
+                b.steady = not (b.penalised or b.blocked) and end >= b.marked
             if contested:
                 alone = count == 1
                 spent = self.cost.decode_seconds(start) if alone else self.cost.chunk_seconds(start, count)

@@ -2,6 +2,7 @@
 
 import hashlib
 import struct
+from array import array
 from collections import OrderedDict
 
 import pytest
@@ -32,6 +33,15 @@ def test_a_key_is_what_the_specification_says():
     for i, key in enumerate(found):
         before = hashlib.sha256(before + struct.pack("<128I", *ids[128 * i : 128 * (i + 1)])).digest()
         assert key == before
+
+
+def test_ids_may_come_in_any_form_and_stay_as_they_are():
+    ids = list(range(2**32 - 300, 2**32))
+    packed = array("I", ids)
+    found = prefix.chain(ROOT, ids, 128)
+    assert prefix.chain(ROOT, tuple(ids), 128) == prefix.chain(ROOT, packed, 128) == found
+    assert packed.tolist() == ids
+    assert prefix.chain(ROOT, packed[:127], 128) == []
 
 
 def test_a_chain_can_be_continued_anywhere():

@@ -166,7 +166,7 @@ def expected(request: Request, branch: int, context: int = 400) -> list[int]:
             branch_seed(request.seed, branch),
             len(tokens),
             tuple(ends) if output < params.min_tokens else (),
-            array("i", tokens) if penalised else None,
+            array("I", tokens) if penalised else None,
             len(request.prompt),
         )
         token = sampler(hash_logits(context_hash(tokens)[-1:]), [draw]).tokens[0]

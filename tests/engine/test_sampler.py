@@ -19,7 +19,7 @@ VOCAB = 23
 
 def draw_of(params: SamplingParams, **changes: object) -> Draw:
     penalised = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
-    context = array("i", [1, 2, 2, 5, 5, 5, 7]) if penalised else None
+    context = array("I", [1, 2, 2, 5, 5, 5, 7]) if penalised else None
     return Draw(params, 11, 7, (), context, 3)._replace(**changes)
 
 
