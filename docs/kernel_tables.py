@@ -322,6 +322,26 @@ def minnow() -> str:
     return f"{source(found, link)}\n\n{grid(('', 'measured', 'estimate', 'unit', ''), rows)}"
 
 
+def loading() -> str:
+    """Files to a device: the loader's own numbers, then what else was tried."""
+    got = read("load")
+    if got is None:
+        return absent("benthic bench load")
+    found, link = got
+    made = found["checkpoint"]
+    told = (
+        f"{made['bytes'] / 1e9:.2f} GB, {made['tensors']} tensors in {made['shards']} shards: {made['layers']} layers "
+        f"of {made['experts']} experts at the release's widths. Opened in {1e3 * made['open_seconds']:.0f} ms."
+    )
+    rows: list[list[str]] = []
+    for measure in found["measures"]:
+        estimate, target = measure.get("estimate"), measure.get("target")
+        cells = [f"{measure['value']:.1f}", "" if estimate is None else f"{estimate:.1f}"]
+        cells.append("" if target is None else f">= {target:.1f}, {measure['verdict']}")
+        rows.append([measure["name"], *cells, measure.get("note", "")])
+    return f"{source(found, link)} {told}\n\n{grid(('GB/s', 'measured', 'estimate', 'asked', ''), rows)}"
+
+
 PROFILES = ("float", "reference", "production", "fast")
 COMPARED = ("minnow", "tiny", "tiny_512")
 
@@ -384,6 +404,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "rank": rank,
     "invariance": invariance,
     "minnow": minnow,
+    "loading": loading,
     "texts": texts,
     "compared": compared,
 }

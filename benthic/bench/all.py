@@ -102,6 +102,9 @@ def parts(options: Options) -> list[Part]:
         words += ("--tiny", "--rows", "4,12", "--contexts", "512", "--prefill", "1K", "--chunk", "256") if small else ()
         kept = f"rank-{'tiny' if small else 'ep8'}-{numerics}"
         listed.append(Part(f"rank-{numerics}", words, 100, 180, steps, keeps=kept, budget=True))
+    words = (*bench, "load", "--device", gpu, *saved)
+    words += ("--tiny", "--gigabytes", "0.05", "--workers", "2", "--pieces", "1") if small else ()
+    listed.append(Part("load", words, 45, 90, loaded, keeps="load-tiny" if small else "load", budget=True))
     numerics = "production"
     words = (*bench, "step", "--model", model, "--device", gpu, "--numerics", numerics, "--start-ups", "1", *saved)
     listed.append(Part("step", words, 70, 120, measured, keeps=f"step-{Path(model).name}-{numerics}"))
@@ -181,6 +184,12 @@ def steps(found: Found, text: str) -> str:
     told += [f"{len(found['steps']) - len(ran)} failed, {len(found['left_out'])} left out"]
     prefill = found["prefill"].get("encoder")
     return "; ".join(told + ([f"prefill {prefill['tokens_per_second']:.0f} tokens/s"] if prefill else []))
+
+
+def loaded(found: Found, text: str) -> str:
+    shown = {m["name"]: m for m in found["measures"] if m["name"] in ("link", "staged", "whole")}
+    told = [f"{name} {m['value']:.1f} {m.get('verdict', '')}".rstrip() for name, m in shown.items()]
+    return ", ".join(told) + " GB/s"
 
 
 def measured(found: Found, text: str) -> str:

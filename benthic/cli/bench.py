@@ -162,6 +162,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rank.add_argument("--numerics", default="production", choices=("reference", "production", "fast"))
     rank.add_argument("--tiny", action="store_true", help="a small model, which a CPU can do too")
     rank.set_defaults(run_bench=_rank)
+    load = benches.add_parser("load", help="files to packed weights, beside the link", allow_abbrev=False)
+    load.add_argument("--gigabytes", type=float, default=6.0, metavar="GB", help="of the checkpoint made (default 6)")
+    load.add_argument(
+        "--folder", type=Path, metavar="DIR", help="where it is made and removed (default: in memory if there is room)"
+    )
+    load.add_argument("--workers", type=_numbers, default=(4, 8, 12, 16), metavar="N,N", help="threads that are tried")
+    load.add_argument(
+        "--pieces", type=_numbers, default=(2, 4, 8, 16), metavar="MIB,MIB", help="sizes of a copy that are tried, MiB"
+    )
+    load.add_argument("--repeats", type=_count, default=3, metavar="N", help="of each measure (default 3)")
+    load.add_argument("--numerics", default="production", choices=NUMERICS)
+    load.add_argument("--tiny", action="store_true", help="widths of a small model, which a CPU can do too")
+    load.set_defaults(run_bench=_load)
     tune = benches.add_parser("tune", help="write the table of kernel configurations", allow_abbrev=False)
     tune.add_argument("--op", metavar="NAME", help="only ops with this in their name; the others keep their entries")
     tune.add_argument("--table", type=Path, metavar="FILE", help="table to write (default: the package's own)")
@@ -200,7 +213,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     everything.add_argument("--logs", default="runs/all", metavar="DIR", help="what parts print (default runs/all)")
     everything.add_argument("--json", action="store_true", help="how the parts went, as one JSON object")
     everything.set_defaults(run_bench=_all)
-    for bench in (kernel, same, rank, tune):
+    for bench in (kernel, same, rank, tune, load):
         bench.add_argument("--device", default="cuda", help="cuda, or cpu for a reduced run (default cuda)")
         bench.add_argument(
             "--budget-seconds",
@@ -555,6 +568,25 @@ def _compile(args: argparse.Namespace) -> int:
     found = ahead.run(options, _say)
     print(json.dumps(found, ensure_ascii=False) if args.json else ahead.text(found))
     return 0
+
+
+def _load(args: argparse.Namespace) -> int:
+    from benthic.bench import load
+
+    options = load.Options(
+        gigabytes=args.gigabytes,
+        folder=args.folder,
+        tiny=args.tiny,
+        numerics=args.numerics,
+        workers=args.workers,
+        pieces=args.pieces,
+        repeats=max(args.repeats, 1),
+        budget_seconds=args.budget_seconds,
+        device=args.device,
+        seed=args.seed,
+    )
+    found = load.run(options, _say)
+    return _show(args, found, "load-tiny" if args.tiny else "load", load.table(found))
 
 
 def _all(args: argparse.Namespace) -> int:

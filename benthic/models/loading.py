@@ -99,7 +99,8 @@ class _Lane:
         self.stream = torch.cuda.Stream(device) if gpu else None
         with torch.cuda.device(device) if gpu else nullcontext():
             self.pieces = [torch.empty(piece_bytes, dtype=torch.uint8, device="cpu", pin_memory=gpu) for _ in range(2)]
-        self.rooms = [memoryview(piece.numpy()) for piece in self.pieces]
+        arrays: list[Any] = [piece.numpy() for piece in self.pieces]
+        self.rooms = [memoryview(array) for array in arrays]
         self.copied: list[torch.cuda.Event | None] = [None, None]
         self.turn = 0
 

@@ -136,7 +136,8 @@ def test_the_list(options: Options, tmp_path: Path) -> None:
     data, texts = tmp_path / "valid.jsonl.xz", tmp_path / "texts"
     listed = parts(Options(data=data, texts=texts))
     names = [each.name for each in listed]
-    assert names[:8] == ["compile", "tests", "tune", "kernel", "rank-production", "rank-fast", "step", "invariance"]
+    assert names[:6] == ["compile", "tests", "tune", "kernel", "rank-production", "rank-fast"]
+    assert names[6:9] == ["load", "step", "invariance"]
     assert [name for name in names if name.startswith("text")] == [f"text-{n}" for n in everything.NUMERICS]
     assert names[-3:] == ["compare-minnow", "compare-tiny", "compare-tiny_512"]
     assert not [each.name for each in parts(Options()) if each.name.startswith("text")]
@@ -163,6 +164,10 @@ def test_headlines() -> None:
     step = {"rows": 64, "context": 32768, "step_ms": 20.0, "times_floor": 1.5}
     told = {"steps": [step, {"error": "x"}], "left_out": [], "prefill": {"encoder": {"tokens_per_second": 2e4}}}
     assert everything.steps(told, "") == "64: 20.0 ms, 1.50 times; 1 failed, 0 left out; prefill 20000 tokens/s"
+    measure = {"name": "link", "value": 55.04}
+    staged = measure | {"name": "staged", "value": 40.0, "verdict": "met"}
+    told = {"measures": [measure, staged, measure | {"name": "staged, first"}]}
+    assert everything.loaded(told, "") == "link 55.0, staged 40.0 met GB/s"
     assert everything.last("a\n=== 3 passed in 2 s ===\n\n") == "3 passed in 2 s"
     decisions = [{"best_us": 5.0, "default_us": 10.0}, {"best_us": 1.0, "default_us": 1.0}]
     assert everything.tuned({"decisions": decisions}, "") == "2 questions, 1 not the default, 50 % faster there"
