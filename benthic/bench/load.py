@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ LINK_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    gigabytes: float = 6.0
+    gigabytes: float = 12.0  # so much that what is paid once counts little
     folder: Path | None = None  # for the checkpoint; None: in memory if there is room, else among temporary files
     tiny: bool = False  # widths of a small model, which a CPU can do too
     numerics: str = "production"
@@ -219,16 +219,39 @@ def mapped(checkpoint: Checkpoint, names: Sequence[str]) -> float:
     return perf_counter() - started
 
 
-def whole(checkpoint: Checkpoint, numerics: str, device: torch.device) -> float:
+class Whole(NamedTuple):
+    """Seconds of one load, and of them those before the first tensor was taken and after the last."""
+
+    seconds: float
+    before: float
+    after: float
+
+
+def whole(checkpoint: Checkpoint, numerics: str, device: torch.device) -> Whole:
     """Seconds until the model is there as the engine gets it, its weights packed and checked."""
     module = family(checkpoint.config.architectures[0])
+    taken = Taken()
     started = perf_counter()
-    model = module.from_checkpoint(checkpoint, NUMERICS[numerics], device)
+    model = module.from_checkpoint(checkpoint, NUMERICS[numerics], device, progress=taken)
     wait(device)
-    took = perf_counter() - started
+    ended = perf_counter()
     del model
     release(device)
-    return took
+    if taken.first is None:  # on a CPU nobody is told
+        return Whole(ended - started, 0.0, 0.0)
+    return Whole(ended - started, taken.first - started, ended - taken.last)
+
+
+class Taken:
+    """A progress bar that only looks at the clock."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        self.last = 0.0
+
+    def update(self, nbytes: int) -> None:
+        self.last = perf_counter()
+        self.first = self.last if self.first is None else self.first
 
 
 def wait(device: torch.device) -> None:
@@ -262,7 +285,9 @@ def run(options: Options, say: Callable[[str], None] = lambda _: None) -> dict[s
     with scratch(options.folder, nbytes) as folder:
         say(f"writing {nbytes / 1e9:.2f} GB")
         started = perf_counter()
-        path = write_checkpoint(folder / "model", config_json, content(config, options.seed), shard_bytes=SHARD_BYTES)
+        path = write_checkpoint(
+            folder / "model", config_json, content(config, options.seed), shard_bytes=SHARD_BYTES, synced=False
+        )
         wrote = perf_counter() - started
         started = perf_counter()
         checkpoint = Checkpoint.open(path)
@@ -331,9 +356,14 @@ def _measures(
     told = f"{share(total, seconds)}{workers} workers, pieces of {loading.PIECE_BYTES >> 20} MiB"
     yield rate("staged", total, seconds, estimate=best, target=target, note=told)
     release(device)
-    first, *seconds = (whole(checkpoint, options.numerics, device) for _ in range(repeats + 1))
-    yield rate("whole, first", total, [first], note=f"{first:.2f} s{', kernels compiled in them' if gpu else ''}")
+    once, *loads = (whole(checkpoint, options.numerics, device) for _ in range(repeats + 1))
+    told = f"{once.seconds:.2f} s{', kernels compiled in them' if gpu else ''}"
+    yield rate("whole, first", total, [once.seconds], note=told)
+    seconds = [load.seconds for load in loads]
     told = f"{share(total, seconds)}to {'packed' if gpu else 'computable'} weights, profile {options.numerics}"
+    if gpu:
+        ends_ms = [1e3 * median(times) for times in zip(*(load[1:] for load in loads), strict=True)]
+        told += "; {:.0f} ms before the first tensor, {:.0f} after the last".format(*ends_ms)
     yield rate("whole", total, seconds, estimate=best, target=target, note=told)
     for count in options.workers:
         for piece in options.pieces:

@@ -163,7 +163,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rank.add_argument("--tiny", action="store_true", help="a small model, which a CPU can do too")
     rank.set_defaults(run_bench=_rank)
     load = benches.add_parser("load", help="files to packed weights, beside the link", allow_abbrev=False)
-    load.add_argument("--gigabytes", type=float, default=6.0, metavar="GB", help="of the checkpoint made (default 6)")
+    load.add_argument("--gigabytes", type=float, default=12.0, metavar="GB", help="of the checkpoint made (default 12)")
     load.add_argument(
         "--folder", type=Path, metavar="DIR", help="where it is made and removed (default: in memory if there is room)"
     )

@@ -390,6 +390,7 @@ def write_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     extra: Mapping[str, bytes] | None = None,
     replace: bool = False,
+    synced: bool = True,
 ) -> Path:
     """Write a checkpoint folder. It appears complete under its name, or not at all.
 
@@ -398,6 +399,7 @@ def write_checkpoint(
     shard_bytes  upper size of a shard's data; a larger tensor gets its own
     extra        further files: name -> content (tokenizer.json, ...)
     replace      take the place of a checkpoint that is already there
+    synced       wait until a disk has it; False for what is soon removed
     returns      the folder. The same arguments give the same bytes.
     Raises       the errors of ModelConfig.from_json; MissingTensor, UnknownTensor, DuplicateTensor, WrongShape,
                  WrongDtype; CheckpointExists; CheckpointNotWritten when the disk refuses.
@@ -410,7 +412,7 @@ def write_checkpoint(
     partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     try:
         partial.mkdir(parents=True)
-        _write_files(partial, config_json, specs, source, shard_bytes, extra or {})
+        _write_files(partial, config_json, specs, source, shard_bytes, extra or {}, synced)
         if folder.exists():
             old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
             folder.rename(old)
@@ -436,6 +438,7 @@ def _write_files(
     source: Iterable[tuple[str, Tensor]],
     shard_bytes: int,
     extra: Mapping[str, bytes],
+    synced: bool,
 ) -> None:
     plan = _plan_shards(specs, shard_bytes)
     places: dict[str, tuple[BinaryIO, int]] = {}
@@ -466,18 +469,20 @@ def _write_files(
     finally:
         for file in files:
             file.flush()
-            os.fsync(file.fileno())
+            if synced:
+                os.fsync(file.fileno())
             file.close()
     total = sum(spec.nbytes for spec in specs.values())
     listing = {"metadata": {"total_size": total}, "weight_map": {name: index[name] for name in sorted(index)}}
-    _write(folder / INDEX, (json.dumps(listing, indent=2) + "\n").encode())
+    _write(folder / INDEX, (json.dumps(listing, indent=2) + "\n").encode(), synced)
     for name, content in extra.items():
-        _write(folder / name, content)
-    _write(folder / "config.json", (json.dumps(config_json, indent=2) + "\n").encode())
+        _write(folder / name, content, synced)
+    _write(folder / "config.json", (json.dumps(config_json, indent=2) + "\n").encode(), synced)
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write(path: Path, content: bytes, synced: bool) -> None:
     with path.open("xb") as file:
         file.write(content)
         file.flush()
-        os.fsync(file.fileno())
+        if synced:
+            os.fsync(file.fileno())

@@ -76,6 +76,16 @@ def test_content_is_numbers_and_all_of_the_inventory(tmp_path: Path) -> None:
     assert not dict(content(config, 4))["norm.weight"].equal(made["norm.weight"])
 
 
+def test_nothing_waits_for_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    data = layout(0.0, True)
+    write_checkpoint(tmp_path / "a", data, content(ModelConfig.from_json(data), 0), synced=False)
+    assert not synced
+    write_checkpoint(tmp_path / "b", data, content(ModelConfig.from_json(data), 0))
+    assert len(synced) == 3, "the shard, its index, the configuration"
+
+
 def test_a_long_tensor_repeats_the_block() -> None:
     block = torch.arange(100, dtype=torch.float32)
     found = cut(block, "some name", TensorSpec((7, 50), "F32", "a.b")).flatten()
@@ -127,7 +137,7 @@ def test_rates_are_held_against_the_link(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(load, "link", lambda device, repeats: [load.LINK_BYTES / 55e9] * repeats)
     monkeypatch.setattr(load, "release", lambda device: None)
     monkeypatch.setattr(load, "staged", lambda *args: total / 33.1e9)
-    monkeypatch.setattr(load, "whole", lambda *args: total / 32.9e9)
+    monkeypatch.setattr(load, "whole", lambda *args: load.Whole(total / 32.9e9, 0.02, 0.03))
     heard: list[str] = []
     options = Options(workers=(4,), pieces=(2,), repeats=2)
     measures = list(load._measures(checkpoint, options, torch.device("cuda"), math.inf, heard.append))
@@ -137,6 +147,7 @@ def test_rates_are_held_against_the_link(tmp_path: Path, monkeypatch: pytest.Mon
     assert by_name["whole"].get("verdict") == "missed"
     assert by_name["whole"].get("target") == pytest.approx(33)
     assert "60 % of the link" in by_name["staged"].get("note", "")
+    assert "20 ms before the first tensor, 30 after the last" in by_name["whole"].get("note", "")
     assert "verdict" not in by_name["staged, first"]
     assert "mapped" not in by_name
     assert "staged, 4 x 2 MiB" in by_name
