@@ -262,8 +262,8 @@ class Chunk(NamedTuple):
     # of a sequence that began with a cached prefix, and of prompts whose beginning some layers skip
     low: int = 0  # no window row is there below this position
     stored: int = 0  # the blocks hold what belongs to positions below this one; it is not written again
-    keep: int = 0  # layers that store no entries compute positions from this one on
-    masked: bool = False  # they compute all, and see no window rows below `keep`
+    cuts: tuple[tuple[int, int], ...] = ()  # (layer, position), rising: from this layer on, positions from this one on
+    masked: bool = False  # of a cut: they compute all, and see no window rows below it
     before: tuple[int, ...] | None = (
         None  # ids before `start`, newest last, for a slot that was not there; None: it was
     )

@@ -26,23 +26,38 @@ class Windows:
     def reach_storing(self) -> int:
         return self.storing * (self.tokens - 1)
 
-    def keep(self, length: int, truncation: str, kept_rows: int) -> int:
-        """First position that the layers behind the last source have to compute of a prompt; 0: all.
+    def cuts(
+        self, start: int, again: bool, length: int, truncation: str, kept_rows: int
+    ) -> tuple[tuple[int, int], ...]:
+        """(layer, position), rising: the first position of a prompt that has to be computed from that layer on.
 
+        A layer's window rows come from the layer below, where they need a window more. So each needs a window less
+        than the one below it: rows whose own window is cut short are only read by rows that end with this layer.
+
+        start       first position that is computed at all.
+        again       it is as far before a hit as `start` says for "exact".
         length      of everything that is computed before the first token is drawn; not of one chunk of it.
-        truncation  "off"; "halo": as many rows as the last row can see, which changes nothing; "compact" and "mask":
-                    the last `kept_rows` alone, whose windows then begin there.
+        truncation  of the layers behind the last source. "off"; "halo": as many rows as the last row can see, which
+                    changes nothing; "compact" and "mask": the last `kept_rows` alone, whose windows then begin there.
         """
-        if truncation == "off":
-            return 0
-        rows = self.reach_others + 1 if truncation == "halo" else kept_rows
-        return max(length - rows, 0)
+        step = self.tokens - 1
+        cuts: list[tuple[int, int]] = []
+        if again and truncation != "mask":  # whose cut is none
+            cuts += [(layer, start + layer * step) for layer in range(1, self.storing)]
+        if truncation == "halo":
+            first = length - 1 - self.reach_others
+            cuts += [(self.storing + i, first + i * step) for i in range(self.others)]
+        elif truncation != "off":
+            cuts.append((self.storing, length - kept_rows))
+        return tuple([(layer, position) for layer, position in cuts if position > start])
 
     def start(self, hit: int, length: int, mode: str, replay_rows: int) -> int:
         """First position to compute behind a hit of `hit` tokens, below 0 where nothing is gained by it.
 
-        mode  "replay": `replay_rows` before its end, with empty windows before them: an approximation. "exact": so
-              many that every row behind the hit, and every window row that stays, is what it would be without the hit.
+        length  as in `cuts`.
+        mode    "replay": `replay_rows` before its end, with empty windows before them: an approximation. "exact": so
+                many that every row behind the hit, and every window row that stays, is what it would be without the
+                hit.
         """
         if mode == "replay":
             return hit - replay_rows

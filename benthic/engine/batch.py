@@ -17,7 +17,7 @@ from torch import Tensor
 from benthic.cache.storage import Storage
 from benthic.kernels.kv_copy import Rows
 from benthic.kernels.rows import begin_rows, end_rows
-from benthic.models.base import Batch, Tail
+from benthic.models.base import Batch, Cut
 from benthic.types import PENDING, Chunk, Draw, ImageInput, SamplingParams, StepPlan
 
 
@@ -121,76 +121,105 @@ def build(plan: StepPlan, storage: Storage, placement: Placement | None = None) 
         tables=tuple([chunk.blocks for chunk in chunks]),
         logit_rows=wanted,
     )
-    if not any([chunk.low or chunk.stored or chunk.keep for chunk in chunks]):
+    if not any([chunk.low or chunk.stored or chunk.cuts for chunk in chunks]):
         return batch
-    return replace(
-        batch,
-        lows=tuple([chunk.low for chunk in chunks]),
-        stored=tuple([chunk.stored for chunk in chunks]),
-        tail=_tail(batch, chunks),
-    )
+    lows, stored = tuple([chunk.low for chunk in chunks]), tuple([chunk.stored for chunk in chunks])
+    batch = below = replace(batch, lows=lows, stored=stored)
+    cuts: list[Cut] = []
+    for kept in kept_rows(chunks):
+        columns = [torch.from_numpy(column).to(device) for column in kept.columns(chunks)]
+        cuts.append(_cut(below, chunks, kept, *columns))
+        below = cuts[-1].batch
+    return replace(batch, cuts=tuple(cuts))
+
+
+class Run(NamedTuple):
+    """Rows of a chunk, one after another."""
+
+    chunk: int
+    first: int  # position
+    end: int
+    low: int  # position below which they see no window row
 
 
 class Kept(NamedTuple):
-    """Rows that the layers behind the last source compute: runs of a chunk's rows, in the order of the step."""
+    """The rows of a step that are computed from one layer on."""
 
-    chunks: list[int]  # whose rows
-    starts: list[int]  # first row of each run, counted in the step
-    firsts: list[int]  # its position
-    lengths: list[int]
-    lows: list[int]
-    offsets: list[int]  # for each chunk of the step, kept rows before it
+    layer: int
+    runs: list[Run]  # in the order of the step
+    begin: list[int]  # number of each run's first row among the rows of the layer below
 
+    @property
+    def starts(self) -> list[int]:
+        """Number of each run's first row, and how many rows there are."""
+        return [0, *accumulate([run.end - run.first for run in self.runs])]
 
-def kept_rows(chunks: Sequence[Chunk]) -> Kept | None:
-    """None: all rows, seeing all they would. A masked chunk is two runs: the first one's outputs nobody reads."""
-    if not any([chunk.keep for chunk in chunks]):
-        return None
-    kept, row, count = Kept([], [], [], [], [], []), 0, 0
-    for c, chunk in enumerate(chunks):
-        end = chunk.start + len(chunk.tokens)
-        cut = min(max(chunk.keep, chunk.start), end)
-        low = max(chunk.low, chunk.keep)
-        runs = [(chunk.start, cut, chunk.low)] if chunk.masked and cut > chunk.start else []
-        runs += [(cut, end, low)] if end > cut else []
-        kept.offsets.append(count)
-        for first, last, lowest in runs:
-            kept.chunks.append(c)
-            kept.starts.append(row + first - chunk.start)
-            kept.firsts.append(first)
-            kept.lengths.append(last - first)
-            kept.lows.append(lowest)
-            count += last - first
-        row += len(chunk.tokens)
-    return kept
+    def columns(self, chunks: Sequence[Chunk]) -> list[np.ndarray]:
+        """Of each row: its number in the layer below, position and number of its run's first row, lowest position.
+        Then the numbers of those that are drawn from."""
+        starts = self.starts
+        firsts, lows = [run.first for run in self.runs], [run.low for run in self.runs]
+        of_run = np.array([self.begin, firsts, starts[:-1], lows], dtype=np.int64)
+        numbers, first, start, low = np.repeat(of_run, np.diff(starts), axis=1)
+        last = {run.chunk: end - 1 for run, end in zip(self.runs, starts[1:], strict=True)}
+        wanted = np.array([last[c] for c, chunk in enumerate(chunks) if chunk.sample], dtype=np.int64)
+        return [numbers + np.arange(len(start)) - start, first, start, low, wanted]
 
 
-def _tail(batch: Batch, chunks: Sequence[Chunk]) -> Tail | None:
-    kept = kept_rows(chunks)
-    if kept is None:
-        return None
-    device = batch.ids.device
-    starts = [0, *accumulate(kept.lengths)]
-    numbers = [range(start, start + length) for start, length in zip(kept.starts, kept.lengths, strict=True)]
-    rows = torch.tensor(list(chain.from_iterable(numbers)), dtype=torch.int64).to(device, non_blocking=True)
-    ends = {c: end - 1 for c, end in zip(kept.chunks, starts[1:], strict=True)}  # of a chunk's last run
-    tail = replace(
-        batch,
-        ids=batch.ids[rows],
-        positions=batch.positions[rows],
-        history=batch.history[rows],
-        images=None if batch.images is None else batch.images[rows],
+def kept_rows(chunks: Sequence[Chunk]) -> list[Kept]:
+    """Where rows end. A chunk that is masked becomes two runs, and nobody reads the rows of the first."""
+    cuts = {c: dict(chunk.cuts) for c, chunk in enumerate(chunks) if chunk.cuts}
+    runs = [Run(c, chunk.start, chunk.start + len(chunk.tokens), chunk.low) for c, chunk in enumerate(chunks)]
+    found: list[Kept] = []
+    for layer in sorted({layer for of_chunk in cuts.values() for layer in of_chunk}):
+        kept, row = Kept(layer, [], []), 0
+        for run in runs:
+            edge = cuts[run.chunk].get(layer, 0) if run.chunk in cuts else 0
+            first = min(max(run.first, edge), run.end)
+            if first > run.first and chunks[run.chunk].masked:
+                kept.runs.append(run._replace(end=first))
+                kept.begin.append(row)
+            if first < run.end:
+                kept.runs.append(run._replace(first=first, low=max(run.low, edge)))
+                kept.begin.append(row + first - run.first)
+            row += run.end - run.first
+        if kept.runs != runs:
+            found.append(kept)
+        runs = kept.runs
+    return found
+
+
+def _cut(
+    below: Batch,
+    chunks: Sequence[Chunk],
+    kept: Kept,
+    numbers: Tensor,
+    firsts: Tensor,
+    starts: Tensor,
+    lows: Tensor,
+    wanted: Tensor,
+) -> Cut:
+    """Some rows of the batch below; the columns are those of `Kept.columns`, on the device."""
+    positions, rows, runs, offsets = below.positions[numbers], below.rows, kept.runs, kept.starts
+    batch = replace(
+        below,
+        ids=below.ids[numbers],
+        positions=positions,
+        history=below.history[numbers],
+        images=None if below.images is None else below.images[numbers],
         embeds=None,
-        starts=tuple(starts),
-        firsts=tuple(kept.firsts),
-        slots=tuple([chunks[c].slot for c in kept.chunks]),
-        tables=tuple([chunks[c].blocks for c in kept.chunks]),
-        logit_rows=torch.tensor([ends[c] for c, chunk in enumerate(chunks) if chunk.sample], dtype=torch.int64).to(
-            device
-        ),
-        lows=tuple(kept.lows),
+        starts=tuple(offsets),
+        firsts=tuple([run.first for run in runs]),
+        slots=tuple([chunks[run.chunk].slot for run in runs]),
+        tables=tuple([chunks[run.chunk].blocks for run in runs]),
+        logit_rows=wanted,
+        rows=None if rows is None else Rows(rows.slots[numbers], positions, firsts, starts, lows),
+        lows=tuple([run.low for run in runs]),
+        stored=tuple([chunks[run.chunk].stored for run in runs]),
+        floors=None if below.floors is None else below.floors[numbers],
     )
-    return Tail(rows, tail, tuple(kept.offsets))
+    of_chunk = {run.chunk: start for run, start in reversed([*zip(runs, offsets, strict=False)])}
+    return Cut(kept.layer, numbers, batch, of_chunk)
 
 
 def new_histories(chunks: Sequence[Chunk], n: int) -> tuple[list[int], list[int]]:
@@ -330,7 +359,7 @@ class Uploads:
             *self._table_changes(chunks),
             *new_histories(chunks, storage.history.shape[1]),
             *limited,
-            *([] if kept is None else _kept_columns(kept, drawn)),
+            *chain.from_iterable([of_layer.columns(chunks) for of_layer in kept]),
         )
         token_ids, positions, row_slots, row_firsts, row_starts, last, logit_rows, row_places = sent[:8]
         drawing, sent = sent[8 : 8 + _SETTINGS], sent[8 + _SETTINGS :]
@@ -338,6 +367,7 @@ class Uploads:
         if sent[2].shape[0]:
             storage.history[sent[2]] = sent[3].view(sent[2].shape[0], -1)
         lows, floors = sent[4:6] if limited else (None, None)
+        columns = sent[6 if limited else 4 :]
         token_ids = _known(token_ids, row_slots, storage)
         images, embeds = (None, None) if placement is None else _embeds(row_places, placement.rows)
         batch = Batch(
@@ -355,9 +385,11 @@ class Uploads:
             floors=floors,
         )
         draws = Draws(row_slots[logit_rows], positions[logit_rows] + 1, *_as_settings(drawing))
-        if kept is not None:
-            batch = replace(batch, tail=_device_tail(batch, chunks, kept, *sent[-5:]))
-        return Step(batch, last, draws)
+        cuts: list[Cut] = []
+        for i, of_layer in enumerate(kept):
+            below = cuts[-1].batch if cuts else batch
+            cuts.append(_cut(below, chunks, of_layer, *columns[5 * i : 5 * i + 5]))
+        return Step(replace(batch, cuts=tuple(cuts)) if cuts else batch, last, draws)
 
     def _table_changes(self, chunks: Sequence[Chunk]) -> tuple[list[int], list[int]]:
         """Entries of `storage.tables`, flat, that the device does not have yet, and their blocks."""
@@ -416,48 +448,6 @@ class Uploads:
         target = torch.empty(at, dtype=torch.int64, device=self.storage.device)
         self._copy(target)
         return target.split(sizes)
-
-
-def _kept_columns(kept: Kept, drawn: Sequence[int]) -> list[np.ndarray]:
-    """Of each kept row: its number in the step, position and number of its run's first row, lowest position. Then the
-    numbers, among the kept rows, of those that are drawn from."""
-    lengths = np.array(kept.lengths, dtype=np.int64)
-    ends = lengths.cumsum()
-    starts = np.repeat(ends - lengths, lengths)
-    numbers = np.repeat(kept.starts, lengths) + np.arange(len(starts)) - starts
-    last = dict(zip(kept.chunks, ends.tolist(), strict=True))
-    wanted = np.array([last[c] - 1 for c in drawn], dtype=np.int64)
-    return [numbers, np.repeat(kept.firsts, lengths), starts, np.repeat(kept.lows, lengths), wanted]
-
-
-def _device_tail(
-    batch: Batch,
-    chunks: Sequence[Chunk],
-    kept: Kept,
-    numbers: Tensor,
-    firsts: Tensor,
-    starts: Tensor,
-    lows: Tensor,
-    logit_rows: Tensor,
-) -> Tail:
-    assert batch.rows is not None
-    positions = batch.positions[numbers]
-    tail = replace(
-        batch,
-        ids=batch.ids[numbers],
-        positions=positions,
-        history=batch.history[numbers],
-        images=None if batch.images is None else batch.images[numbers],
-        embeds=None,
-        starts=(0, *accumulate(kept.lengths)),
-        firsts=tuple(kept.firsts),
-        slots=tuple([chunks[c].slot for c in kept.chunks]),
-        tables=tuple([chunks[c].blocks for c in kept.chunks]),
-        logit_rows=logit_rows,
-        rows=Rows(batch.rows.slots[numbers], positions, firsts, starts, lows),
-        floors=None,  # nothing is stored behind the last source
-    )
-    return Tail(numbers, tail, tuple(kept.offsets))
 
 
 def unpack(columns: Tensor, storage: Storage) -> Step:

@@ -38,6 +38,7 @@ class Branch:
         "checkpoint",
         "computed",
         "copy",
+        "cuts",
         "deadline",
         "due",
         "ended",
@@ -48,7 +49,6 @@ class Branch:
         "images",
         "images_end",
         "index",
-        "keep",
         "keys",
         "lease",
         "level",
@@ -116,7 +116,8 @@ class Branch:
         self.keys: list[Key] = []  # of its complete blocks, as far as somebody asked
         self.hit = 0  # prompt tokens found when it began
         self.miss: Miss | None = None  # and why not more
-        self.low = self.stored = self.keep = 0  # as in `types.Chunk`
+        self.low = self.stored = 0  # as in `types.Chunk`
+        self.cuts: tuple[tuple[int, int], ...] = ()
         self.marked = 0  # chunks that begin before this position say so
         self.steady = False  # it decodes, and of its next row there is nothing else to say
         self.fresh = False  # its slot does not know the ids before `computed`

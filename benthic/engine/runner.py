@@ -125,8 +125,9 @@ class Runner:
                 blocks = tuple(range(1, 1 + blocks_for(length, storage.block_tokens)))
                 if len(blocks) < min(storage.num_blocks, storage.table_blocks + 1):
                     draw = Draw(SamplingParams(temperature=0.0), 0, length, (), None, 0)
-                    for keep in sorted({0, length // 2}):  # whole, and with a beginning that some layers skip
-                        chunk = Chunk(0, 0, (0,) * length, 0, True, 1, blocks, keep=keep)
+                    skipped = ((self.model.windows.storing, length // 2),) if length > 1 else ()
+                    for cuts in sorted({(), skipped}):  # whole, and with a beginning that some layers skip
+                        chunk = Chunk(0, 0, (0,) * length, 0, True, 1, blocks, cuts=cuts)
                         self._compute(uploads.step(StepPlan(0, (chunk,), (draw,))))
 
     def close(self) -> None:
@@ -268,7 +269,7 @@ class Runner:
     def _scores(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> dict[int, tuple[TokenLogprobs, ...]]:
         scores: dict[int, tuple[TokenLogprobs, ...]] = {}
         for index, score in plan.scores:
-            first = (batch.starts if batch.tail is None else batch.tail.starts)[index] + score.first
+            first = (batch.cuts[-1] if batch.cuts else batch).starts[index] + score.first
             entries: list[TokenLogprobs] = []
             for at in range(0, len(score.targets), _SCORE_ROWS):
                 targets = score.targets[at : at + _SCORE_ROWS]

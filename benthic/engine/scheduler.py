@@ -670,27 +670,32 @@ class Scheduler:
             return Match(miss=Miss.OTHER_NAMESPACE)
         return match
 
+    def _goes_on(self, b: Branch) -> str:
+        """How it is computed again behind a hit: one that was preempted must go on as if it had not been."""
+        return "exact" if b.output_tokens or b.mode != "replay" else "replay"
+
+    def _whole_at(self, b: Branch) -> tuple[int, int]:
+        """Where its state is first to be kept, 0: nowhere; up to where rows that nobody sees are not computed."""
+        size, length = self.cache.block_tokens, len(b.tokens)
+        checkpoint = (length - 1) // size * size if b.keeps_states and self.cache.snapshots.slots else 0
+        return checkpoint, checkpoint or length
+
     def _start(self, b: Branch, prefixes: Prefixes, hit: int) -> int:
-        # a sequence that was preempted must go on as if it had not been
-        mode = "exact" if b.output_tokens or b.mode != "replay" else "replay"
-        windows = prefixes.windows
-        return windows.start(hit, len(b.tokens), mode, prefixes.replay_rows or windows.tokens)
+        windows, (_, end) = prefixes.windows, self._whole_at(b)
+        return windows.start(hit, end, self._goes_on(b), prefixes.replay_rows or windows.tokens)
 
     def _begin(self, b: Branch, lease: Lease, match: Match) -> None:
         """Its first step, or the first one after a preemption, begins behind `match`."""
         prefixes, size, length = self.prefixes, self.cache.block_tokens, len(b.tokens)
-        b.computed = b.low = b.stored = b.keep = b.marked = b.checkpoint = 0
+        b.computed = b.low = b.stored = b.marked = b.checkpoint = 0
+        b.cuts = ()
         b.steady = False
         b.copy, b.fresh = None, False
         if prefixes is None:
             b.miss = Miss.DISABLED
             return
-        windows, end = prefixes.windows, length
-        if b.keeps_states and self.cache.snapshots.slots:
-            b.checkpoint = (length - 1) // size * size
-            end = b.checkpoint or length  # the state at that point is to be whole
-        if b.params.prompt_logprobs is None:
-            b.keep = windows.keep(end, b.truncation, prefixes.kept_rows or windows.tokens)
+        windows, again = prefixes.windows, False
+        b.checkpoint, end = self._whole_at(b)
         hit, miss = len(match.nodes) * size, match.miss
         if match.nodes:
             self.cache.attach(lease, match, self.now)
@@ -698,13 +703,16 @@ class Scheduler:
             kept = self.cache.snapshots.find(b.keys[: hit // size]) if b.mode == "snapshot" else None
             if kept is not None and kept[0] * size > start:
                 start, b.copy = kept[0] * size, SlotCopy(kept[1], lease.slot)
-                b.keep = b.keep if b.keep > start else 0
             if start <= 0:
                 hit, miss = 0, Miss.TOO_SHORT  # its blocks are shared, and computed again all the same
             else:
                 b.computed, b.fresh = start, True
                 b.low = 0 if b.copy is not None else start
-        b.marked = max(b.stored, *(at + windows.tokens for at in (b.low, b.keep) if at), 0)
+                again = b.copy is None and self._goes_on(b) == "exact"
+        if b.params.prompt_logprobs is None:
+            b.cuts = windows.cuts(b.computed, again, end, b.truncation, prefixes.kept_rows or windows.tokens)
+        begin_late = [b.low, *(position for _, position in b.cuts)]
+        b.marked = max(b.stored, *(at + windows.tokens for at in begin_late if at), 0)
         if not b.output_tokens:
             b.hit, b.miss = min(hit, b.prompt_tokens), miss
         if b.cache.write:
@@ -725,7 +733,8 @@ class Scheduler:
         blocks = self.cache.fork(lease, source.lease, b.prompt_tokens)
         b.copy = SlotCopy(source.lease.slot, lease.slot, blocks)
         b.computed, b.stored, b.fresh = b.prompt_tokens - 1, b.prompt_tokens, True
-        b.low = b.keep = b.checkpoint = 0
+        b.low = b.checkpoint = 0
+        b.cuts = ()
         b.marked, b.steady = b.stored, False
         b.keys = list(source.keys)
         size = self.cache.block_tokens
@@ -814,7 +823,7 @@ class Scheduler:
                 chunk = chunk._replace(
                     low=b.low if start < b.low + window else 0,
                     stored=b.stored if start < b.stored else 0,
-                    keep=b.keep if start < b.keep + window else 0,
+                    cuts=tuple([cut for cut in b.cuts if start < cut[1] + window]),
                     masked=b.truncation == "mask",
                     before=tuple(tokens[max(start - HISTORY_IDS, 0) : start]) if b.fresh else None,
                 )

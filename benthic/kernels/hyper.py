@@ -129,8 +129,7 @@ class Streams(NamedTuple):
 
     def at(self, rows: Tensor) -> "Streams":
         """The same of some rows."""
-        s, pre, *pending = self
-        return Streams(s[rows], pre[rows], *(None if x is None else x[rows] for x in pending))
+        return Streams(*(None if x is None else x.index_select(0, rows) for x in self))  # whole rows, not elements
 
 
 def settle(streams: Streams) -> Tensor:

@@ -33,20 +33,21 @@ class Batch:
     lows: tuple[int, ...] = ()  # C positions below which a chunk's rows see no window rows; empty: 0 for all
     stored: tuple[int, ...] = ()  # C positions below which compressed entries are there already; empty: 0 for all
     floors: Tensor | None = None  # [T] int64, the same row by row, for a step on the device; None: 0 for all
-    tail: "Tail | None" = None  # what the layers behind the last one that stores entries compute; None: every row
+    cuts: "tuple[Cut, ...]" = ()  # by layer: where rows end that nobody above needs
 
     @property
     def outputs(self) -> "Batch":
         """The batch whose rows come out of the last layer."""
-        return self if self.tail is None else self.tail.batch
+        return self.cuts[-1].batch if self.cuts else self
 
 
-class Tail(NamedTuple):
-    """The rows of a step that the layers behind the last one which stores entries compute: the ends of prompts."""
+class Cut(NamedTuple):
+    """The rows of a step that are computed from one layer on: the ends of prompts."""
 
-    kept: Tensor  # [T'] int64 row numbers in the step, ascending
+    layer: int  # the first that computes these alone
+    kept: Tensor  # [T'] int64 their numbers among the rows of the layer below, ascending
     batch: Batch  # of these rows alone; chunks without any are left out, `logit_rows` count in it
-    starts: tuple[int, ...]  # C for each chunk of the step, the number of its first kept row
+    starts: dict[int, int]  # of each chunk of the step that has rows here, the number of the first
 
 
 class Selection(NamedTuple):
@@ -89,7 +90,7 @@ class LayerMemory(Protocol):
 class Memory(Protocol):
     def layer(self, index: int) -> LayerMemory: ...
     def of(self, batch: Batch) -> "Memory":
-        """The same memory for the rows of another batch, a step's `Tail`."""
+        """The same memory for the rows of another batch, a step's `Cut`."""
         ...
 
 

@@ -496,6 +496,7 @@ class Ahead:
 
     def __init__(self, layers: Iterable[Layer], ngrams: Tensor):
         self._found: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
+        self._kept: Tensor | None = None
         far = [layer for layer in layers if layer.engram is not None and layer.engram.embed.over_link]
         if not far:
             return
@@ -509,13 +510,17 @@ class Ahead:
                 found.record_stream(here)
                 self._found[layer.plan.index] = (found, done)
 
+    def keep(self, rows: Tensor) -> None:
+        """From here on only these of the rows that were kept before are asked for."""
+        self._kept = rows if self._kept is None else self._kept[rows]
+
     def take(self, layer: int) -> Tensor | None:
         """[T, (n-1) heads width] for this layer, ready for the current stream; None: not begun here."""
         if layer not in self._found:
             return None
         found, done = self._found.pop(layer)
         torch.cuda.current_stream(found.device).wait_event(done)
-        return found
+        return found if self._kept is None else found[self._kept]
 
 
 @cache
@@ -564,20 +569,20 @@ class DeepseekV41(nn.Module):
         streams = hyper.Streams(s, pre)
         shared: Selection | None = None
         tapped: list[Tensor] = []
-        ahead = Ahead(self.layers, ngrams)
+        ahead, cuts = Ahead(self.layers, ngrams), {cut.layer: cut for cut in batch.cuts}
         for plan, layer in zip(self.plan, self.layers, strict=True):
+            if plan.index in cuts:  # the other rows are read by nobody from here on. 2.10
+                kept, batch = cuts[plan.index].kept, cuts[plan.index].batch
+                if not kept.shape[0]:
+                    return Output(streams.s.new_empty(0, text.hidden_size), ())
+                memory, ngrams, streams = memory.of(batch), ngrams[kept], streams.at(kept)
+                shared = None if shared is None else shared.at(kept)
+                ahead.keep(kept)
             streams = layer.recall(streams, ngrams, batch.images, ahead.take(plan.index))
             if taps and plan.index in text.dspark_target_layer_ids:
                 streams = hyper.Streams(hyper.settle(streams), streams.pre)
                 tapped.append(streams.s.float().mean(dim=1).to(s.dtype))  # [T, D]
             streams, shared = layer(streams, batch, memory.layer(plan.index), shared)
-            if plan.index == self.last_source and batch.tail is not None:  # nothing is stored from here on. 2.10
-                kept, batch = batch.tail.kept, batch.tail.batch
-                if not kept.shape[0]:
-                    return Output(streams.s.new_empty(0, text.hidden_size), ())
-                memory, ngrams = memory.of(batch), ngrams[kept]
-                streams = streams.at(kept)
-                shared = None if shared is None else shared.at(kept)
         return Output(hyper.hyper_collapse(hyper.settle(streams), streams.pre), tuple(tapped))
 
     def ngrams(self, batch: Batch) -> Tensor:

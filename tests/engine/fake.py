@@ -113,7 +113,9 @@ class FakeModel:
             if half:
                 raise RuntimeError("the device is gone")
         hidden = torch.from_numpy(np.concatenate(out))[:, None]
-        return SimpleNamespace(hidden=hidden if batch.tail is None else hidden[batch.tail.kept])
+        for cut in batch.cuts:
+            hidden = hidden[cut.kept]
+        return SimpleNamespace(hidden=hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         hashes = hidden[:, 0].numpy()

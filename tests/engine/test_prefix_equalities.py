@@ -162,6 +162,21 @@ def test_a_hit_answers_as_a_cold_start(model: Model, cold: Engine, form: str, mo
     assert distance(engine, whole, 4) < TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("length", "budget", "form"), [(97, 4096, "host"), (112, 19, "device"), (129, 31, "host"), (150, 4096, "device")]
+)
+def test_hits_of_any_length_in_any_chunks(model: Model, length: int, budget: int, form: str):
+    """Beside another prompt that begins cold; layers end where nobody reads their rows, each a window later."""
+    ids, other = FIRST[:length], ids_of(90, 7)
+    whole = Engine(model, cached=False)
+    whole.ask(request(1, ids, truncation="off"), request(2, other, truncation="off"))
+    engine = Engine(model, on_device=FORMS[form], budget=budget)
+    engine.ask(request(3, ids, truncation="halo"))
+    engine.ask(request(1, ids, truncation="halo"), request(2, other, truncation="halo"))
+    assert distance(engine, whole, 1) < TOLERANCE
+    assert distance(engine, whole, 2) < TOLERANCE
+
+
 def test_a_kept_state_is_gone_on_from_at_once(model: Model, cold: Engine):
     engine = Engine(model)
     engine.ask(request(1, FIRST, mode="snapshot", truncation="halo"))
