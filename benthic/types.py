@@ -268,13 +268,17 @@ class Chunk(NamedTuple):
         None  # ids before `start`, newest last, for a slot that was not there; None: it was
     )
 
+    @property
+    def end(self) -> int:
+        """Position behind the last token: of the one that `sample` draws."""
+        return self.start + len(self.tokens)
+
 
 class Draw(NamedTuple):
-    """How one row of logits becomes a token. A named tuple: one is made for every token produced."""
+    """How a branch's rows of logits become tokens, wherever they stand: many draws of a branch are the same object."""
 
     params: SamplingParams
     seed: int  # of this branch
-    position: int  # absolute position of the token that is drawn
     blocked: tuple[int, ...]  # ids that would end the completion before `min_tokens`
     context: "array[int] | None"  # prompt and output so far, array("I"), when a penalty is on
     prompt_tokens: int  # how many of `context` are the prompt
@@ -296,8 +300,7 @@ class SlotCopy(NamedTuple):
     blocks: tuple[int, int] | None = None  # source and target
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """One step: what every rank computes. Copies are made before it, saves after it."""
 
     step: int
@@ -314,6 +317,12 @@ class StepPlan:
     def tokens(self) -> int:
         """Rows of the step."""
         return sum([len(chunk.tokens) for chunk in self.chunks])
+
+    @property
+    def drawn(self) -> Sequence[Chunk]:
+        """The chunk of each draw."""
+        chunks = self.chunks
+        return chunks if len(self.draws) == len(chunks) else [chunk for chunk in chunks if chunk.sample]
 
 
 class TokenLogprobs(NamedTuple):

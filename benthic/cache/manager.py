@@ -217,8 +217,9 @@ class CacheManager:
 
     def tick(self, now: float) -> None:
         """End the pins whose time is over."""
-        for pin in [pin for pin in self._pins if pin.until <= now]:
-            self.unpin(pin)
+        if self._pins:
+            for pin in [pin for pin in self._pins if pin.until <= now]:
+                self.unpin(pin)
 
     # ---- within ------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from array import array
 from benthic.cache.manager import Lease
 from benthic.cache.prefix import Key
 from benthic.engine.queue import Tenant
-from benthic.types import Miss, Request, SamplingParams, SlotCopy
+from benthic.types import Draw, Miss, Request, SamplingParams, SlotCopy
 
 _MASK = 2**64 - 1
 
@@ -26,33 +26,49 @@ def _drawn_on_device(params: SamplingParams) -> bool:
     return not (edited or params.min_tokens or params.logprobs is not None or params.receipt)
 
 
-class Branch:
+class _Often:
+    """What each step of a branch reads and writes. Slots of a base stand side by side at an object's beginning: two
+    cache lines, where the whole is seven, and between two steps the forward pass takes the caches for itself."""
+
+    __slots__ = (
+        "by_host",
+        "computed",
+        "draw",
+        "ended",
+        "ends",
+        "flying",
+        "index",
+        "lease",
+        "limit",
+        "newest",
+        "pending",
+        "planned",
+        "request",
+        "steady",
+        "tokens",
+        "turn",
+    )
+
+
+class Branch(_Often):
     """One completion of a request: its tokens, how many of them the cache holds, and what it holds there."""
 
     __slots__ = (
         "asked",
         "begun",
         "blocked",
-        "by_host",
         "cache",
         "checkpoint",
-        "computed",
         "copy",
         "cuts",
         "deadline",
         "due",
-        "ended",
-        "ends",
-        "flying",
         "fresh",
         "hit",
         "images",
         "images_end",
-        "index",
         "keys",
-        "lease",
         "level",
-        "limit",
         "low",
         "marked",
         "miss",
@@ -60,23 +76,17 @@ class Branch:
         "order",
         "params",
         "penalised",
-        "pending",
-        "planned",
         "priority",
         "prompt_tokens",
         "rank",
-        "request",
         "root",
         "scored",
         "seed",
         "since",
         "started",
-        "steady",
         "stored",
         "tenant",
-        "tokens",
         "truncation",
-        "turn",
     )
 
     def __init__(self, request: Request, index: int, order: int, ends: frozenset[int], limit: int):
@@ -89,7 +99,9 @@ class Branch:
         self.begun = False  # it ran, maybe until it was preempted
         self.rank = (request.priority, order, index)
         self.seed = branch_seed(request.seed, index)
+        self.draw = Draw(params, self.seed, (), None, len(request.prompt))  # how its tokens are drawn, most of them
         self.tokens = array("I", request.prompt)  # prompt, then output; in the form of which keys are made
+        self.newest: tuple[int, ...] = ()  # the last token, once one was drawn
         self.images = request.images
         self.images_end = max((i.first + i.tokens for i in request.images), default=0)  # only text from here on
         self.prompt_tokens = len(request.prompt)
@@ -119,7 +131,7 @@ class Branch:
         self.low = self.stored = 0  # as in `types.Chunk`
         self.cuts: tuple[tuple[int, int], ...] = ()
         self.marked = 0  # chunks that begin before this position say so
-        self.steady = False  # it decodes, and of its next row there is nothing else to say
+        self.steady = False  # it decodes: all tokens but one are planned, and of the next row nothing else is to say
         self.fresh = False  # its slot does not know the ids before `computed`
         self.copy: SlotCopy | None = None  # where its state comes from, before its first step
         self.checkpoint = 0  # a chunk ends here, so that its state can be kept

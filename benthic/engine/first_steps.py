@@ -92,7 +92,7 @@ def prompt_step(limits: Limits, rows: int) -> StepPlan:
     context, scored = limits.context, min(rows - 1, _SCORED)
     scores = ((0, Score(0, (0,) * scored, _LISTED)),) if scored else ()
     chunk = limits.chunk(1, context - rows, rows, True)
-    return StepPlan(0, (chunk,), (Draw(_USUAL, 0, context, (), None, 1),), scores)
+    return StepPlan(0, (chunk,), (Draw(_USUAL, 0, (), None, 1),), scores)
 
 
 def decode_steps(limits: Limits) -> Sequence[StepPlan]:
@@ -102,7 +102,7 @@ def decode_steps(limits: Limits) -> Sequence[StepPlan]:
     ids = array("I", bytes(4 * context))
     plans: list[StepPlan] = []
     for params, held in ((LARGE, ids), (_USUAL, None)):
-        plans.append(StepPlan(0, chunks, tuple(Draw(params, slot, context, (), held, 1) for slot in slots)))
+        plans.append(StepPlan(0, chunks, tuple(Draw(params, slot, (), held, 1) for slot in slots)))
     return plans
 
 
@@ -139,7 +139,7 @@ def _known_steps(limits: Limits) -> Sequence[StepPlan]:
     def plan(chunks: Sequence[tuple[int, int, int]]) -> StepPlan:
         """Of (slot, start, rows); chunks of one row draw."""
         made = tuple(limits.chunk(slot, start, rows, rows == 1) for slot, start, rows in chunks)
-        draws = tuple(Draw(_GREEDY, 0, chunk.start + 1, (), None, 1) for chunk in made if chunk.sample)
+        draws = (Draw(_GREEDY, 0, (), None, 1),) * sum(chunk.sample for chunk in made)
         return StepPlan(0, made, draws)
 
     room, slots = limits.context, limits.slots

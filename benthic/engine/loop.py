@@ -86,6 +86,7 @@ class _Flight(NamedTuple):
     """A step that runs."""
 
     plan: StepPlan
+    tokens: int  # rows of it
     result: Callable[[], StepResult]
     began: float
     plan_seconds: float
@@ -140,6 +141,7 @@ class Loop:
         self.scheduler.now = self.clock()
         self.scheduler.admit(self.inbox.drain())
         plan = self.scheduler.plan()
+        tokens = plan.tokens
         planned = perf_counter()
         before, self._flight = self._flight, None
         try:
@@ -148,7 +150,7 @@ class Loop:
             self.scheduler.discard(plan)
             self._flight = before
             raise
-        new = _Flight(plan, result, begun, planned - begun, perf_counter() - planned) if plan.chunks else None
+        new = _Flight(plan, tokens, result, begun, planned - begun, perf_counter() - planned) if plan.chunks else None
         if not self.ahead:
             self._land(new)
         else:
@@ -183,20 +185,20 @@ class Loop:
             raise
         ran = perf_counter()
         self._send(self.scheduler.commit(plan, result))
-        self._learn(plan, ran - max(flight.began, self._landed))
+        self._learn(flight, ran - max(flight.began, self._landed))
         period, self._since, self._landed = ran - self._since, ran, ran
         done = perf_counter()
         spent = flight.plan_seconds, flight.begin_seconds, ran - waited, done - ran, result.device_seconds, period
-        times = StepTimes(len(plan.chunks), plan.tokens, *spent)
+        times = StepTimes(len(plan.chunks), flight.tokens, *spent)
         self.times.append(times)
         self._steps.append((times, done - flight.began))
 
-    def _learn(self, plan: StepPlan, seconds: float) -> None:
+    def _learn(self, flight: _Flight, seconds: float) -> None:
         """Show the cost model a step that is over. Of decode steps, which are many and alike, some are enough."""
-        cost = self.scheduler.cost
-        if not cost.ready or plan.images or (plan.tokens == len(plan.chunks) and plan.step % _DECODES_SHOWN):
-            return
-        cost.observe(Shape.of(plan), seconds)
+        plan, cost = flight.plan, self.scheduler.cost
+        many = flight.tokens == len(plan.chunks) and plan.step % _DECODES_SHOWN
+        if cost.ready and not many and not plan.images:
+            cost.observe(Shape.of(plan), seconds)
 
     def _let_go(self) -> None:
         """Tell the runner of image rows that nobody reads any more."""
@@ -206,8 +208,12 @@ class Loop:
 
     def _send(self, events: list[TokenEvent]) -> None:
         self.outbox.send(events)
-        self._tokens += sum([len(event.tokens) for event in events])
-        self._ended += [event for event in events if event.usage is not None]
+        tokens = 0
+        for event in events:
+            tokens += len(event.tokens)
+            if event.usage is not None:
+                self._ended.append(event)
+        self._tokens += tokens
 
     def _tell(self, now: float) -> None:
         """Bring the metrics up to date. Not with every step: it costs as much as planning one."""

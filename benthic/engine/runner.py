@@ -124,7 +124,7 @@ class Runner:
             for length in lengths:
                 blocks = tuple(range(1, 1 + blocks_for(length, storage.block_tokens)))
                 if len(blocks) < min(storage.num_blocks, storage.table_blocks + 1):
-                    draw = Draw(SamplingParams(temperature=0.0), 0, length, (), None, 0)
+                    draw = Draw(SamplingParams(temperature=0.0), 0, (), None, 0)
                     skipped = ((self.model.windows.storing, length // 2),) if length > 1 else ()
                     for cuts in sorted({(), skipped}):  # whole, and with a beginning that some layers skip
                         chunk = Chunk(0, 0, (0,) * length, 0, True, 1, blocks, cuts=cuts)
@@ -205,10 +205,11 @@ class Runner:
             return StepResult([], scores=scores, device_seconds=perf_counter() - started)
         rows = hidden if len(plan.draws) == hidden.shape[0] else hidden[batch.outputs.logit_rows]
         logits = self.model.logits(rows)  # [R, V]
-        sampled = self.sampler(logits, plan.draws, [chunk.request for chunk in plan.chunks if chunk.sample])
+        drawn = plan.drawn
+        sampled = self.sampler(logits, plan.draws, *_places(drawn))
         if self._ahead:
-            slots = [chunk.slot for chunk in plan.chunks if chunk.sample]
-            self.storage.last_token[torch.tensor(slots)] = torch.tensor(sampled.tokens)
+            slots = torch.tensor([chunk.slot for chunk in drawn])
+            self.storage.last_token[slots] = torch.tensor(sampled.tokens)
         took = perf_counter() - started
         return StepResult(sampled.tokens, sampled.failures, sampled.logprobs, scores, sampled.digests, took)
 
@@ -243,10 +244,10 @@ class Runner:
 
         @torch.inference_mode()
         def result() -> StepResult:
-            requests = [chunk.request for chunk in chunks if chunk.sample]
+            places = _places(plan.drawn)
             tokens, peaks = back.wait()
             busy = self._watch.seconds()
-            sampled = self.sampler.finish_rows(tokens, peaks, logits, rows, plan.draws, requests, special)
+            sampled = self.sampler.finish_rows(tokens, peaks, logits, rows, plan.draws, *places, special)
             return StepResult(sampled.tokens, sampled.failures, sampled.logprobs, scores, sampled.digests, busy)
 
         return result
@@ -277,6 +278,11 @@ class Runner:
                 entries += self.sampler.score(logits, targets, score.top)
             scores[index] = tuple(entries)
         return scores
+
+
+def _places(drawn: Sequence[Chunk]) -> tuple[list[int], list[int]]:
+    """Of each chunk that draws: the position of its token, its request."""
+    return [chunk.end for chunk in drawn], [chunk.request for chunk in drawn]
 
 
 class _Watch:

@@ -56,8 +56,11 @@ class Sampler:
         self._recipes: dict[int, _Recipe] = {}
         self._none = torch.empty(0, dtype=torch.int64, device=device)
 
-    def __call__(self, logits: Tensor, draws: Sequence[Draw], requests: Sequence[int] | None = None) -> Sampled:
-        """logits [R, V] f32, left as they are; R draws; the requests they belong to, for error texts."""
+    def __call__(
+        self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int], requests: Sequence[int] | None = None
+    ) -> Sampled:
+        """logits [R, V] f32, left as they are; R draws; the absolute positions of the tokens that are drawn; the
+        requests they belong to, for error texts."""
         if not draws:
             return Sampled([], {}, {}, {})
         recipes = [self._recipe(d.params) for d in draws]
@@ -67,12 +70,13 @@ class Sampler:
         peaks, best = work.max(dim=1)  # the first of equal ones; a NaN wins
         drawn = [i for i, r in enumerate(recipes) if not r.greedy]
         if drawn:
-            best = self._draw(work, peaks, best, [draws[i] for i in drawn], drawn, recipes)
+            keys = [(draws[i].seed, positions[i]) for i in drawn]
+            best = self._draw(work, peaks, best, [draws[i].params for i in drawn], keys, drawn, recipes)
         tokens: list[int] = best.tolist()
         failures: dict[int, BenthicError] = {}
         for i, peak in enumerate(peaks.tolist()):
             if not _NEVER < peak < float("inf"):
-                failures[i] = self._failure(peak, draws[i], requests[i] if requests is not None else i)
+                failures[i] = self._failure(peak, draws[i], positions[i], requests[i] if requests is not None else i)
         wanted = [i for i, d in enumerate(draws) if d.params.logprobs is not None and i not in failures]
         logprobs: dict[int, TokenLogprobs] = {}
         if wanted:
@@ -109,6 +113,7 @@ class Sampler:
         logits: Tensor,
         rows: Sequence[int],
         draws: Sequence[Draw],
+        positions: Sequence[int],
         requests: Sequence[int],
         special: Sequence[int],
     ) -> Sampled:
@@ -122,9 +127,10 @@ class Sampler:
         logprobs: dict[int, TokenLogprobs] = {}
         digests: dict[int, bytes] = {}
         for i in np.flatnonzero(~np.isfinite(peaks[list(rows)])).tolist():
-            failures[i] = self._failure(peaks[rows[i]], draws[i], requests[i])
+            failures[i] = self._failure(peaks[rows[i]], draws[i], positions[i], requests[i])
         if special:
-            again = self(logits, [draws[i] for i in special], [requests[i] for i in special])
+            some = [[column[i] for i in special] for column in (positions, requests)]
+            again = self(logits, [draws[i] for i in special], *some)
             for j, i in enumerate(special):
                 tokens[i] = again.tokens[j]
                 if j in again.failures:
@@ -141,10 +147,10 @@ class Sampler:
 
     # ---- within ------------------------------------------------------------------------------------------------------
 
-    def _failure(self, peak: float, draw: Draw, request: int) -> BenthicError:
+    def _failure(self, peak: float, draw: Draw, position: int, request: int) -> BenthicError:
         limited = self._never is not None or bool(draw.blocked) or self._recipe(draw.params).edited
         failure = NoAllowedToken if peak == _NEVER and limited else NonFiniteLogits
-        return failure(request, draw.position)
+        return failure(request, position)
 
     def _recipe(self, params: SamplingParams) -> _Recipe:
         found = self._recipes.get(id(params))
@@ -230,19 +236,19 @@ class Sampler:
         logits: Tensor,
         peaks: Tensor,
         best: Tensor,
-        draws: Sequence[Draw],
+        params: Sequence[SamplingParams],
+        keys: Sequence[tuple[int, int]],
         rows: Sequence[int],
         recipes: Sequence[_Recipe],
     ) -> Tensor:
-        """`best` with the rows that are drawn replaced."""
+        """`best` with the rows that are drawn replaced. params, keys (seed, position): of each of them."""
         device = self.device
         bad = ~peaks.isfinite()
         if device.type != "cpu" or bool(bad.any()):  # they fail later; here they must only do no harm
             logits, peaks = logits.masked_fill(bad[:, None], 0.0), peaks.masked_fill(bad, 0.0)
-        params = [d.params for d in draws]
         temperature = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device)
-        keys = torch.tensor([(d.seed, d.position) for d in draws], dtype=torch.int64, device=device)
-        bits = sample.random_bits(keys[:, 0], keys[:, 1])
+        seeds, positions = torch.tensor(keys, dtype=torch.int64, device=device).unbind(1)
+        bits = sample.random_bits(seeds, positions)
 
         def part(chosen: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             """Logits, peaks, temperatures and bits of some of the drawn rows."""

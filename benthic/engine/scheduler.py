@@ -90,6 +90,7 @@ from benthic.types import (
     Usage,
 )
 
+_UNKNOWN = (PENDING,)  # ids of a row whose token is being drawn
 MOST_IN_FLIGHT = 2  # one runs, one waits behind it
 _PROMPT_SECONDS = 2.0  # that any prompt may take
 _LONG_PASSED = 16  # waiting prompts that a step looks at in vain because a shorter one is under way
@@ -127,8 +128,11 @@ class _Flight(NamedTuple):
     """A step that runs."""
 
     step: int
-    branches: list[Branch]  # of each chunk
-    turns: list[int]  # of each of them
+    # of each chunk; the plan says the same, but a step later its records are in no cache any more
+    branches: list[Branch]
+    turns: list[int]
+    counts: list[int]  # tokens
+    samples: list[bool]
     saved: list[tuple[Branch, int, int, int]]  # branch, turn, tokens before the state, slot it is saved to
     images: list[int]  # requests whose image rows it makes
 
@@ -315,15 +319,15 @@ class Scheduler:
         prefills: list[Branch] = []
         grow, preempted = self.cache.grow, self.preemptions
         for b in tuple(self.running):
-            if b.lease is None:
+            lease, after = b.lease, b.planned + 1
+            if lease is None:
                 continue  # preempted for a better one a moment ago
-            pending = b.pending
-            length = len(b.tokens) + pending  # as the property; this is done for every token produced
-            if pending and (b.by_host or length >= b.limit):
+            length = after if b.steady else b.length
+            if b.pending and (b.by_host or length >= b.limit):
                 continue
-            if length - b.planned > 1:
+            if length > after:
                 prefills.append(b)
-            elif length <= b.lease.capacity or grow(b.lease, length) or self._make_room(b, length, rows):
+            elif length <= lease.capacity or grow(lease, length) or self._make_room(b, length, rows):
                 rows[b] = 1
         if self.queue and not self.cache.slots.free:
             self._full_at = self.now
@@ -341,15 +345,16 @@ class Scheduler:
 
         The plan is the oldest one in flight. One without chunks is not in flight.
         """
-        events = self.take_news()
+        events, self._events = self._events, []
         if not plan.chunks:
             return events
         flight = self._flights.popleft()
         assert flight.step == plan.step, f"step {plan.step} is not the oldest in flight, {flight.step} is"
         tokens, failures, logprobs, scores = result.tokens, result.failures, result.logprobs, result.scores
         digests, size, draw = result.digests, self.cache.block_tokens, -1
-        for i, (chunk, b, turn) in enumerate(zip(plan.chunks, flight.branches, flight.turns, strict=True)):
-            sample = chunk.sample
+        plain = not (failures or logprobs or scores or digests)  # tokens, and nothing else
+        rows = zip(flight.branches, flight.turns, flight.counts, flight.samples, strict=True)
+        for i, (b, turn, count, sample) in enumerate(rows):
             draw += sample
             if b.turn != turn:
                 continue  # it was preempted meanwhile, and will compute this again
@@ -359,15 +364,14 @@ class Scheduler:
                 if not b.flying:
                     self._release(b)
                 continue
-            if sample and draw in failures:  # nobody is to go on from what this step left of it
+            if sample and not plain and draw in failures:  # nobody is to go on from what this step left of it
                 self._end(b, error=failures[draw])
                 events.append(self._events.pop())
                 continue
-            before = b.computed
-            b.computed = computed = before + len(chunk.tokens)
-            if computed // size != before // size:
+            b.computed = computed = b.computed + count
+            if computed % size < count:
                 self._publish(b)
-            prompt_logprobs = scores.get(i, ()) if scores else ()
+            prompt_logprobs = () if plain else scores.get(i, ())
             if prompt_logprobs:
                 b.scored += len(prompt_logprobs)
             if not sample:
@@ -376,17 +380,22 @@ class Scheduler:
                 continue
             token = tokens[draw]
             b.tokens.append(token)
-            finish = usage = None
+            b.newest = newest = (token,)
+            finish = None
             if token in b.ends:
                 finish = FinishReason.STOP
-            elif len(b.tokens) >= b.limit:
+            elif computed + 1 >= b.limit:
                 finish = FinishReason.LENGTH
+            if plain and finish is None:
+                events.append(TokenEvent(b.request, b.index, newest))
+                continue
+            usage = None
             if finish is not None:
                 usage = self._usage(b)
                 self._forget(b)
             new = (logprobs[draw],) if draw in logprobs else ()
             bits = (digests[draw],) if draw in digests else ()
-            events.append(TokenEvent(b.request, b.index, (token,), new, prompt_logprobs, finish, None, usage, bits))
+            events.append(TokenEvent(b.request, b.index, newest, new, prompt_logprobs, finish, None, usage, bits))
         for b, turn, end, slot in flight.saved:
             if b.turn == turn and b.computed >= end:
                 self.cache.snapshots.keep(self._keys(b, end // self.cache.block_tokens)[-1], slot)
@@ -441,6 +450,11 @@ class Scheduler:
         assert all(b.lease is None for b in waiting), "a waiting branch holds blocks"
         live = {b for branches in self._live.values() for b in branches}
         assert live == {*self.running, *waiting}, "a branch is lost"
+        for b in self.running:
+            assert not b.steady or b.length == b.planned + 1, (
+                f"{b.planned} of {b.length} tokens of a decode row planned"
+            )
+            assert not b.steady or b.pending or b.newest == (b.tokens[-1],), "a decode row's token is another one"
         counted = Counter(b.tenant.name for b in live)
         assert counted == {t.name: t.live for t in self.queue.tenants.values() if t.live}, "a tenant's count is off"
 
@@ -448,7 +462,9 @@ class Scheduler:
 
     def _enqueue(self, request: Request) -> None:
         params = request.params
-        ends = frozenset(params.stop_ids) if params.ignore_eos else self.eos_ids | frozenset(params.stop_ids)
+        ends: frozenset[int] = frozenset() if params.ignore_eos else self.eos_ids  # most share one: it stays in caches
+        if params.stop_ids:
+            ends |= frozenset(params.stop_ids)
         limit = min(len(request.prompt) + params.max_tokens, self.max_context_tokens + 1)
         branches = [Branch(request, i, self._order, ends, limit) for i in range(params.n)]
         if self.prefixes is not None:
@@ -760,8 +776,6 @@ class Scheduler:
 
     def _take_over(self) -> tuple[int, ...]:
         """Requests whose rows the runner may still keep and no running branch reads; they count as told."""
-        if not self._rows_of and not self._rows_over:
-            return ()
         read = {b.request for b in self.running if b.planned < b.images_end}
         over = self._rows_over | (self._rows_of.keys() - read)
         self._rows_of = {request: count for request, count in self._rows_of.items() if request in read}
@@ -782,33 +796,33 @@ class Scheduler:
         draws: list[Draw] = []
         scores: list[tuple[int, Score]] = []
         images: list[tuple[int, tuple[ImageInput, ...]]] = []
-        over, contested = self._take_over(), self.queue.contested
+        over = self._take_over() if self._rows_of or self._rows_over else ()
+        contested = self.queue.contested
         copies: list[SlotCopy] = []
         saves: list[SlotCopy] = []
         saved: list[tuple[Branch, int, int, int]] = []
         window, size = 0 if self.prefixes is None else self.prefixes.windows.tokens, self.cache.block_tokens
         for b, count in rows.items():
-            lease, tokens, start = b.lease, b.tokens, b.planned
+            lease, start, pending = b.lease, b.planned, b.pending
             assert lease is not None
             b.flying += 1
             b.planned = end = start + count
-            if b.steady and count == 1 and end % size and not contested:  # most rows, and nothing else to say of them
-                pending = b.pending
-                ids = (PENDING if pending else tokens[-1],)
+            if b.steady and end % size and not contested:  # most rows, and nothing else to say of them
+                ids = _UNKNOWN if pending else b.newest
                 chunks.append(Chunk(b.request, start, ids, 0, True, lease.slot, lease.table, b.index))
-                draws.append(Draw(b.params, b.seed, end, (), None, b.prompt_tokens))
+                draws.append(b.draw)
                 b.pending = pending + 1
                 continue
+            tokens = b.tokens
             if start < b.images_end:
                 ahead = tuple([image for image in b.images if image.first + image.tokens > start])
                 if end > ahead[0].first and len(ahead) > self._rows_of.get(b.request, 0):
                     self._rows_of[b.request] = len(ahead)
                     images.append((b.request, ahead))
-            params, pending = b.params, b.pending
-            length = len(tokens) + pending
+            params, length = b.params, len(tokens) + pending
             sample = end == length
             if count == 1 and sample:
-                ids = (PENDING if pending else tokens[-1],)
+                ids = _UNKNOWN if pending else (tokens[-1],)
             else:
                 ids = tuple(tokens[start:end]) + (PENDING,) * (end - len(tokens))
             if b.asked < b.prompt_tokens:
@@ -838,9 +852,12 @@ class Scheduler:
                     saves.append(SlotCopy(lease.slot, place))
                     saved.append((b, b.turn, end, place))
             if sample:
-                blocked = b.blocked if b.blocked and length - b.prompt_tokens < params.min_tokens else ()
-                context = tokens[:] if b.penalised else None
-                draws.append(Draw(params, b.seed, length, blocked, context, b.prompt_tokens))
+                draw = b.draw
+                if b.blocked and length - b.prompt_tokens < params.min_tokens:
+                    draw = draw._replace(blocked=b.blocked)
+                if b.penalised:
+                    draw = draw._replace(context=tokens[:])
+                draws.append(draw)
                 b.pending = pending + 1
                 b.steady = not (b.penalised or b.blocked) and end >= b.marked
             if contested:
@@ -852,9 +869,9 @@ class Scheduler:
         self._parked.clear()
         self._step += 1
         if rows:
-            branches = list(rows)
+            turns, samples = [b.turn for b in rows], [chunk.sample for chunk in chunks]
             made = [request for request, _ in images]
-            self._flights.append(_Flight(self._step, branches, [b.turn for b in branches], saved, made))
+            self._flights.append(_Flight(self._step, list(rows), turns, list(rows.values()), samples, saved, made))
         edges = tuple(copies), tuple(saves)
         return StepPlan(self._step, tuple(chunks), tuple(draws), tuple(scores), over, tuple(images), *edges)
 

@@ -167,11 +167,12 @@ def draws(sampler: Sampler, seed: int) -> list[int]:
 
     On a GPU by the kernel that steps use, on a CPU by the sampler's own path.
     """
-    cases = [Draw(params, 1000 + 17 * i, 5 + 31 * j, (), None, 0) for i, params in enumerate(DRAWS) for j in range(4)]
+    cases = [Draw(params, 1000 + 17 * i, (), None, 0) for i, params in enumerate(DRAWS) for _ in range(4)]
+    positions = [5 + 31 * j for _ in DRAWS for j in range(4)]
     vocab, device = sampler.vocab_size, sampler.device
     logits = (6 * uniform(seed, len(cases), vocab)).to(device)
     if device.type != "cuda":
-        return sampler(logits, cases).tokens
+        return sampler(logits, cases, positions).tokens
     params = [case.params for case in cases]
 
     def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
@@ -179,7 +180,7 @@ def draws(sampler: Sampler, seed: int) -> list[int]:
 
     told = Draws(
         column([0] * len(cases), torch.int64),
-        column([case.position for case in cases], torch.int64),
+        column(positions, torch.int64),
         column([case.seed for case in cases], torch.int64),
         column([p.temperature for p in params], torch.float64),
         column([p.top_k for p in params], torch.int64),
@@ -227,7 +228,7 @@ def draft(model: DeepseekV41, drafter: DSpark, rows: Sequence[Sequence[int]], fi
                 done[i] = end
         if not chunks:
             break
-        settings = tuple(Draw(SamplingParams(temperature=0), 0, 0, (), None, 0) for _ in chunks)
+        settings = tuple(Draw(SamplingParams(temperature=0), 0, (), None, 0) for _ in chunks)
         plan = StepPlan(0, tuple(chunks), settings)
         step = uploads.step(plan) if uploads is not None else None
         batch = batches.build(plan, storage) if step is None else step.batch

@@ -238,7 +238,7 @@ def plans(prompts: Sequence[Sequence[int]], chunk: int, decode: int) -> tuple[St
             table = tables[i][: blocks_for(end)]
             chunks.append(Chunk(i, start, tuple(ids[start:end]), 0, True, len(prompts) - i, table))
             done[i] = end
-        draws = tuple(Draw(greedy, 0, c.start + len(c.tokens), (), None, 0) for c in chunks)
+        draws = tuple(Draw(greedy, 0, (), None, 0) for _ in chunks)
         steps.append(StepPlan(len(steps), tuple(chunks), draws))
     return tuple(steps)
 

@@ -166,12 +166,11 @@ def expected(request: Request, branch: int, context: int = 400) -> list[int]:
         draw = Draw(
             params,
             branch_seed(request.seed, branch),
-            len(tokens),
             tuple(ends) if output < params.min_tokens else (),
             array("I", tokens) if penalised else None,
             len(request.prompt),
         )
-        token = sampler(hash_logits(context_hash(tokens)[-1:]), [draw]).tokens[0]
+        token = sampler(hash_logits(context_hash(tokens)[-1:]), [draw], [len(tokens)]).tokens[0]
         tokens.append(token)
         if token in ends or output + 1 == params.max_tokens or len(tokens) > context:
             return tokens[len(request.prompt) :]

@@ -141,7 +141,7 @@ def test_a_shape_counts_what_a_plan_holds():
     plan = StepPlan(
         1,
         (chunk(40, 1), chunk(9, 1), chunk(100, 6)),
-        (Draw(params, 0, 41, (), None, 3), Draw(params, 0, 10, (), None, 3)),
+        (Draw(params, 0, (), None, 3),) * 2,
         ((2, Score(1, (7, 7, 7), 1)),),
     )
     pairs = sum(position + 0.5 for position in range(100, 106))  # a row's own position counts half
@@ -171,7 +171,8 @@ def test_steps_at_start_tell_what_others_will_cost(slots: int, blocks: int):
     assert model.ready
     for plan in machine.plans:
         assert plan.tokens <= 2048
-        assert [draw.position for draw in plan.draws] == [c.start + 1 for c in plan.chunks if c.sample]
+        assert [c.end for c in plan.drawn] == [c.start + 1 for c in plan.chunks if c.sample]
+        assert len(plan.drawn) == len(plan.draws)
         for c in plan.chunks:
             assert 1 <= c.slot <= slots
             assert max(c.blocks) <= blocks

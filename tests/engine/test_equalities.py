@@ -57,12 +57,14 @@ class Watching(Sampler):
         super().__init__(vocab_size)
         self.rows: dict[tuple[int, int], Tensor] = {}  # (request, position)
 
-    def __call__(self, logits: Tensor, draws: Sequence[Draw], requests: Sequence[int] | None = None) -> Sampled:
+    def __call__(
+        self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int], requests: Sequence[int] | None = None
+    ) -> Sampled:
         assert requests is not None
-        for row, number, draw in zip(logits, requests, draws, strict=True):
-            assert (number, draw.position) not in self.rows, "a token was drawn twice"
-            self.rows[number, draw.position] = row.clone()
-        return super().__call__(logits, draws, requests)
+        for row, number, position in zip(logits, requests, positions, strict=True):
+            assert (number, position) not in self.rows, "a token was drawn twice"
+            self.rows[number, position] = row.clone()
+        return super().__call__(logits, draws, positions, requests)
 
 
 @dataclass

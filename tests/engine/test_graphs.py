@@ -117,7 +117,7 @@ def chunk(slot: int, start: int, tokens: tuple[int, ...], blocks: tuple[int, ...
 
 def plan_of(*chunks: Chunk, params: SamplingParams | None = None, seed: int = 5) -> StepPlan:
     params = params or SamplingParams()
-    draws = [Draw(params, seed + c.slot, c.start + len(c.tokens), (), None, 1) for c in chunks if c.sample]
+    draws = [Draw(params, seed + c.slot, (), None, 1) for c in chunks if c.sample]
     return StepPlan(0, chunks, tuple(draws))
 
 

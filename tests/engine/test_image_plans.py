@@ -64,7 +64,7 @@ class Books:
             for request, _ in plan.images:
                 self.kept.pop(request, None)
             raise RuntimeError("the device is gone")
-        return StepResult([draw.position % VOCAB for draw in plan.draws])
+        return StepResult([chunk.end % VOCAB for chunk in plan.drawn])
 
 
 def request(number: int, parts: Sequence[int | str], **params: Any) -> Request:

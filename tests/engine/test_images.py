@@ -503,10 +503,7 @@ def test_text_steps_have_no_placement():
 
 def test_what_a_step_on_a_device_is_told(model: DeepseekV41):
     storage = Storage(model.cache_spec, 9, 5, block_tokens=BLOCK, table_blocks=4)
-    plan = replace(
-        _plan(chunk(1, 2, 3)),
-        images=((1, (ImageInput(3, 4, "a"),)),),
-    )
+    plan = _plan(chunk(1, 2, 3))._replace(images=((1, (ImageInput(3, 4, "a"),)),))
     rows = torch.arange(8.0).view(4, 2)
     placed = batches.place(plan.chunks, {1: batches.ImageRows(plan.images[0][1], rows)})
     for batch in (batches.Uploads(storage).step(plan, placed).batch, batches.build(plan, storage, placed)):

@@ -20,10 +20,10 @@ VOCAB = 23
 def draw_of(params: SamplingParams, **changes: object) -> Draw:
     penalised = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
     context = array("I", [1, 2, 2, 5, 5, 5, 7]) if penalised else None
-    return Draw(params, 11, 7, (), context, 3)._replace(**changes)
+    return Draw(params, 11, (), context, 3)._replace(**changes)
 
 
-def slow(logits: list[float], d: Draw) -> int:
+def slow(logits: list[float], d: Draw, position: int) -> int:
     """One token, by the order of operations as it is written down."""
     p, x = d.params, list(logits)
     if d.context is not None:
@@ -52,7 +52,7 @@ def slow(logits: list[float], d: Draw) -> int:
         running += weights[v]
     kept = {v for v in kept if weights[v] >= p.min_p * 2**40}
     total = sum(weights[v] for v in kept)
-    bits = int(sample.random_bits(torch.tensor([d.seed]), torch.tensor([d.position]))[0])
+    bits = int(sample.random_bits(torch.tensor([d.seed]), torch.tensor([position]))[0])
     point, running = min(int(bits * 2.0**-53 * total), total - 1), 0
     for v in sorted(kept):
         running += weights[v]
@@ -85,16 +85,17 @@ some_params = st.builds(
 def test_rows_are_the_slow_answer_alone_and_together(many: list[tuple[SamplingParams, int, bool]], seed: int):
     logits = torch.randn(len(many), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
     kept = logits.clone()
-    draws = [draw_of(p, seed=s, position=s % 1000, blocked=(0, 4) if b else ()) for p, s, b in many]
-    together = Sampler(VOCAB)(logits, draws)
+    draws = [draw_of(p, seed=s, blocked=(0, 4) if b else ()) for p, s, b in many]
+    positions = [s % 1000 for _, s, _ in many]
+    together = Sampler(VOCAB)(logits, draws, positions)
     assert torch.equal(logits, kept), "the logits were changed"
     assert not together.failures
     for i, d in enumerate(draws):
-        assert together.tokens[i] == slow(logits[i].tolist(), d)
-        alone = Sampler(VOCAB)(logits[i : i + 1], [d])
+        assert together.tokens[i] == slow(logits[i].tolist(), d, positions[i])
+        alone = Sampler(VOCAB)(logits[i : i + 1], [d], positions[i : i + 1])
         assert alone.tokens == [together.tokens[i]]
         assert alone.logprobs.get(0) == together.logprobs.get(i)
-    back = Sampler(VOCAB)(logits.flip(0), draws[::-1])
+    back = Sampler(VOCAB)(logits.flip(0), draws[::-1], positions[::-1])
     assert back.tokens == together.tokens[::-1]
 
 
@@ -102,7 +103,7 @@ def test_logprobs_are_raw():
     logits = torch.randn(2, VOCAB)
     exact = logits.double().log_softmax(1)
     wild = SamplingParams(temperature=0.1, top_k=2, banned_ids=(0, 1), logit_bias=((3, 50.0),), logprobs=4)
-    found = Sampler(VOCAB)(logits, [draw_of(wild), draw_of(replace(wild, logprobs=0))])
+    found = Sampler(VOCAB)(logits, [draw_of(wild), draw_of(replace(wild, logprobs=0))], [7, 7])
     for i, entry in found.logprobs.items():
         assert entry.token == found.tokens[i] == 3
         assert entry.logprob == pytest.approx(float(exact[i, 3]), abs=1e-5)
@@ -118,7 +119,7 @@ def test_greedy_takes_the_lowest_of_equal_ones():
     logits[1, 4] = logits[1, 9] = 5.0
     logits[2, VOCAB - 1] = 1.0
     greedy = draw_of(SamplingParams(temperature=0))
-    assert Sampler(VOCAB)(logits, [greedy] * 3).tokens == [0, 4, VOCAB - 1]
+    assert Sampler(VOCAB)(logits, [greedy] * 3, [7] * 3).tokens == [0, 4, VOCAB - 1]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -134,9 +135,11 @@ def test_greedy_takes_the_lowest_of_equal_ones():
 )
 def test_a_row_that_is_not_finite_fails_alone(value: float, params: SamplingParams):
     logits = torch.randn(4, VOCAB)
-    want = Sampler(VOCAB)(logits, [draw_of(params, seed=i) for i in range(4)]).tokens
+    want = Sampler(VOCAB)(logits, [draw_of(params, seed=i) for i in range(4)], [7] * 4).tokens
     logits[2, 5] = value
-    found = Sampler(VOCAB)(logits, [draw_of(replace(params, logprobs=2), seed=i) for i in range(4)], [7, 8, 9, 10])
+    found = Sampler(VOCAB)(
+        logits, [draw_of(replace(params, logprobs=2), seed=i) for i in range(4)], [7] * 4, [7, 8, 9, 10]
+    )
     assert set(found.failures) == {2}
     assert isinstance(found.failures[2], NonFiniteLogits)
     assert "request 9: the logits at position 7" in str(found.failures[2])
@@ -147,7 +150,7 @@ def test_a_row_that_is_not_finite_fails_alone(value: float, params: SamplingPara
 def test_a_request_that_leaves_no_token_fails_alone():
     logits = torch.randn(3, VOCAB)
     nothing = SamplingParams(allowed_ids=(3, 4), banned_ids=(3, 4))
-    found = Sampler(VOCAB)(logits, [draw_of(SamplingParams()), draw_of(nothing), draw_of(SamplingParams())])
+    found = Sampler(VOCAB)(logits, [draw_of(SamplingParams()), draw_of(nothing), draw_of(SamplingParams())], [7] * 3)
     assert isinstance(found.failures[1], NoAllowedToken)
     assert len(found.failures) == 1
 
@@ -156,14 +159,14 @@ def test_ids_that_are_never_produced():
     logits = torch.zeros(40, VOCAB)
     logits[:, 6] = 30.0
     for params in (SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=3)):
-        found = Sampler(VOCAB, never=(6, 0))(logits, [draw_of(params, seed=i) for i in range(40)])
+        found = Sampler(VOCAB, never=(6, 0))(logits, [draw_of(params, seed=i) for i in range(40)], [7] * 40)
         assert not {6, 0} & set(found.tokens)
     only = draw_of(SamplingParams(temperature=0, allowed_ids=(6,)))
-    assert isinstance(Sampler(VOCAB, never=(6,))(logits[:1], [only]).failures[0], NoAllowedToken)
+    assert isinstance(Sampler(VOCAB, never=(6,))(logits[:1], [only], [7]).failures[0], NoAllowedToken)
 
 
 def test_nothing_to_draw():
-    assert Sampler(VOCAB)(torch.zeros(0, VOCAB), []).tokens == []
+    assert Sampler(VOCAB)(torch.zeros(0, VOCAB), [], []).tokens == []
 
 
 def test_many_parameter_sets_are_forgotten_in_turn():
@@ -171,7 +174,8 @@ def test_many_parameter_sets_are_forgotten_in_turn():
     logits = torch.zeros(1, VOCAB)
     for i in range(2100):
         token = i % VOCAB
-        assert sampler(logits, [draw_of(SamplingParams(temperature=0, logit_bias=((token, 1.0),)))]).tokens == [token]
+        wants = draw_of(SamplingParams(temperature=0, logit_bias=((token, 1.0),)))
+        assert sampler(logits, [wants], [7]).tokens == [token]
     assert len(sampler._recipes) <= 1024
 
 
@@ -188,9 +192,9 @@ def test_a_gpu_draws_the_same_tokens():
         SamplingParams(top_k=40, min_p=0.02, repetition_penalty=1.2, frequency_penalty=0.5),
         SamplingParams(banned_ids=(4, 5), logit_bias=((7, 2.0),), allowed_ids=tuple(range(2000))),
     ]
-    draws = [draw_of(sets[i % len(sets)], seed=i, position=i) for i in range(40)]
-    here = Sampler(4096, never=(1,))(logits, draws)
-    there = Sampler(4096, "cuda", never=(1,))(logits.cuda(), draws)
+    draws = [draw_of(sets[i % len(sets)], seed=i) for i in range(40)]
+    here = Sampler(4096, never=(1,))(logits, draws, range(40))
+    there = Sampler(4096, "cuda", never=(1,))(logits.cuda(), draws, range(40))
     assert set(here.failures) == set(there.failures) == {7}
     assert [t for i, t in enumerate(here.tokens) if i != 7] == [t for i, t in enumerate(there.tokens) if i != 7]
     for i, entry in here.logprobs.items():

@@ -63,7 +63,7 @@ class Sequences:
                 self.tables[i] += tuple(self.free.pop() for _ in range(missing))
             chunks.append(Chunk(i, start, tuple(self.ids[i][start:end]), 0, True, i + 1, self.tables[i]))
             self.done[i] = end
-        draws = tuple(Draw(GREEDY, 0, c.start + len(c.tokens), (), None, 0) for c in chunks)
+        draws = tuple(Draw(GREEDY, 0, (), None, 0) for c in chunks)
         return StepPlan(0, tuple(chunks), draws)
 
 
