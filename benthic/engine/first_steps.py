@@ -3,7 +3,8 @@ from then on and an engine without room for them does not start; and a few of kn
 No torch.
 
 Largest is: as many rows as the token budget at the end of the longest context, the last with prompt log-probabilities;
-and a decode row for each slot, all with that context and with every setting of a draw that takes memory.
+the same with all of them rows of images, beside as many that others have not read yet as may be kept; and a decode row
+for each slot, all with that context and with every setting of a draw that takes memory.
 
 All are handed slots 1 .. slots and the first blocks, and leave there what an ended request leaves. Decode rows share
 one table: where they write does not matter here.
@@ -12,13 +13,15 @@ one table: where they write does not matter here.
 import math
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import NamedTuple
 
 from benthic.engine.cost import CostModel, Shape
-from benthic.types import Chunk, Draw, SamplingParams, Score, StepPlan
+from benthic.types import Chunk, Draw, ImageInput, SamplingParams, Score, StepPlan
 
 Run = Callable[[StepPlan], object]  # computes a plan and waits for it
+Blank = Callable[[int], ImageInput | None]  # the largest image of so many tokens at most, or None if there is none
 Clock = Callable[[], float]
 
 _SCORED = 512  # prompt tokens whose log-probabilities are asked for; more are taken in turns
@@ -48,6 +51,7 @@ class Limits(NamedTuple):
     block_tokens: int
     token_budget: int
     max_context_tokens: int
+    image_tokens: int = 0  # rows of images that are kept at a time
 
     @property
     def context(self) -> int:
@@ -63,28 +67,55 @@ class Limits(NamedTuple):
 # ---- the largest -----------------------------------------------------------------------------------------------------
 
 
-def take_largest(run: Run, limits: Limits, limit_seconds: float = math.inf, clock: Clock = perf_counter) -> int:
+def take_largest(
+    run: Run,
+    limits: Limits,
+    limit_seconds: float = math.inf,
+    clock: Clock = perf_counter,
+    blank: Blank = lambda tokens: None,
+) -> int:
     """Take the largest steps. Returns the rows of the largest.
 
     limit_seconds  for all of it: what is expected to end later is left out, or taken with fewer rows. The decode rows
-                   with every setting and a step of a few rows are taken in any case.
+                   with every setting and a step of a few rows are taken in any case, and so is one of a small image.
+    blank          images of a model that reads them. Their cost grows faster than their rows; half of the time is kept
+                   for them.
     """
-    begun = clock()
+    begun, most = clock(), min(limits.token_budget, limits.context)
+    reads = blank(min(limits.image_tokens, limits.context)) is not None
     for plan in decode_steps(limits):
         at = clock()
         run(plan)
         if clock() - begun + (clock() - at) > limit_seconds:
             break
-    most = min(limits.token_budget, limits.context)
-    rows = most if limit_seconds == math.inf else min(_FEW, most)
-    at = clock()
-    run(prompt_step(limits, rows))
-    if rows < most:
-        affordable = rows * (begun + limit_seconds - clock()) / max(clock() - at, 1e-6)
-        rows = min(most, 1 << max(int(affordable), 1).bit_length() - 1)
-        if rows > _FEW:
-            run(prompt_step(limits, rows))
-    return max(rows, min(_FEW, most), limits.slots)
+
+    def grow(take: Callable[[int], None], seconds: float, power: int) -> int:
+        """A step of a few rows, then one of as many as will end so long after the beginning, if it takes as much longer
+        as it has more rows, to that power."""
+        rows = most if limit_seconds == math.inf else min(_FEW, most)
+        at = clock()
+        take(rows)
+        if rows < most:
+            left = max(begun + seconds - clock(), 0.0) / max(clock() - at, 1e-6)
+            affordable = min(most, 1 << max(int(rows * left ** (1 / power)), 1).bit_length() - 1)
+            if affordable > rows:
+                rows = affordable
+                take(rows)
+        return rows
+
+    def prompt(rows: int) -> None:
+        run(prompt_step(limits, rows))
+
+    def images(rows: int) -> None:
+        plan = image_step(limits, rows, limits.image_tokens if limit_seconds == math.inf else rows, blank)
+        if plan is not None:
+            run(plan)
+            run(StepPlan(plan.step, (), (), (), tuple([request for request, _ in plan.images])))
+
+    rows = grow(prompt, limit_seconds / 2 if reads else limit_seconds, 1)
+    if reads:
+        rows = max(rows, grow(images, limit_seconds, 2))
+    return max(rows, limits.slots)
 
 
 def prompt_step(limits: Limits, rows: int) -> StepPlan:
@@ -93,6 +124,24 @@ def prompt_step(limits: Limits, rows: int) -> StepPlan:
     scores = ((0, Score(0, (0,) * scored, _LISTED)),) if scored else ()
     chunk = limits.chunk(1, context - rows, rows, True)
     return StepPlan(0, (chunk,), (Draw(_USUAL, 0, (), None, 1),), scores)
+
+
+def image_step(limits: Limits, rows: int, image_rows: int, blank: Blank) -> StepPlan | None:
+    """`prompt_step`, with images up to the prompt's end. It makes the rows of so many image tokens; those for which the
+    prompt has no room are other requests'. None: no image is so small.
+
+    Each request has two images, one of them many times: those that come again are not read again, but their rows are
+    kept like any others.
+    """
+    plan, left = prompt_step(limits, rows), image_rows
+    images: list[tuple[int, tuple[ImageInput, ...]]] = []
+    while (image := blank(min(left, limits.context))) is not None:
+        count = min(left, limits.context) // image.tokens
+        first = limits.context - count * image.tokens
+        same = [replace(image, first=first + i * image.tokens, digest=str(min(i, 1))) for i in range(count)]
+        images.append((len(images), tuple(same)))
+        left -= count * image.tokens
+    return plan._replace(images=tuple(images)) if images else None
 
 
 def decode_steps(limits: Limits) -> Sequence[StepPlan]:

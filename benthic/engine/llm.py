@@ -917,7 +917,9 @@ def build_loop(
     if device.type == "cuda":
         _compile(runner, config.scheduler.token_budget)
     captured = device.type == "cuda" and config.gpu.graphs and _capture(runner)
-    limits = first_steps.Limits(slots, longest, BLOCK_TOKENS, config.scheduler.token_budget, limit)
+    limits = first_steps.Limits(
+        slots, longest, BLOCK_TOKENS, config.scheduler.token_budget, limit, config.scheduler.image_tokens
+    )
     if config.scheduler.worst_first:
         _take_the_worst(runner, limits)
     if config.scheduler.itl_target_ms or config.scheduler.itl_stretch:
@@ -960,16 +962,17 @@ def _compile(runner: Runner, token_budget: int) -> None:
 def _take_the_worst(runner: Runner, limits: first_steps.Limits) -> None:
     """The largest steps, so that what they need is there before anybody asks. Raises OutOfMemory."""
     device = runner.storage.device
+    seconds = math.inf if device.type == "cuda" else _WORST_SECONDS
     try:
-        first_steps.take_largest(runner.run, limits, math.inf if device.type == "cuda" else _WORST_SECONDS)
+        first_steps.take_largest(runner.run, limits, seconds, blank=runner.model.largest_image)
     except (torch.OutOfMemoryError, MemoryError) as error:
         free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
         raise OutOfMemory(
             f"a step of {limits.token_budget} rows, or of {limits.slots} requests at {limits.max_context_tokens} "
-            "tokens, beside weights and cache",
+            f"tokens, or with {limits.image_tokens} rows of images, beside weights and cache",
             total - free,
             free,
-            "lower cache.bytes, scheduler.token_budget or scheduler.max_running",
+            "lower cache.bytes, scheduler.token_budget, scheduler.image_tokens or scheduler.max_running",
         ) from error
 
 

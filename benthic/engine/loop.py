@@ -185,6 +185,8 @@ class Loop:
             raise
         ran = perf_counter()
         self._send(self.scheduler.commit(plan, result))
+        if plan.images:
+            metrics.IMAGES_READ.inc(sum(len({image.digest for image in images}) for _, images in plan.images))
         self._learn(flight, ran - max(flight.began, self._landed))
         period, self._since, self._landed = ran - self._since, ran, ran
         done = perf_counter()

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benthic import metrics
 from benthic.cache.replay import Windows
 from benthic.cache.spec import CacheSpec, blocks_for
 from benthic.cache.storage import Storage
@@ -50,6 +49,7 @@ class Model(Protocol):
     def forward(self, batch: Batch, memory: Memory) -> Forward: ...
     def logits(self, hidden: Tensor) -> Tensor: ...  # [R, D] -> f32 [R, V]
     def image_rows(self, patches: object) -> Tensor: ...  # of one `ImageInput` -> [its tokens, D], on the device
+    def largest_image(self, tokens: int) -> ImageInput | None: ...  # of at most so many tokens; None: there is none
 
 
 class Decided(NamedTuple):
@@ -184,16 +184,25 @@ class Runner:
     def _read(self, images: Sequence[ImageInput]) -> batches.ImageRows:
         """A request's images through the vision tower, each by itself: its rows have the same bits beside any others.
 
-        An image that comes twice is read once.
+        An image that comes twice is read once. Beside the rows that are kept there are never those of more than one.
         """
-        rows: dict[str, Tensor] = {}
+        kept: Tensor | None = None
+        places: dict[str, int] = {}  # by digest
+        at = 0
         for image in images:
-            if image.digest not in rows:
-                rows[image.digest] = self.model.image_rows(image.patches)
-            got, want = rows[image.digest].shape[0], image.tokens
-            assert got == want, f"the vision tower made {got} rows for a span of {want}"
-        metrics.IMAGES_READ.inc(len(rows))
-        return batches.ImageRows(tuple(images), torch.cat([rows[image.digest] for image in images]))
+            first = places.setdefault(image.digest, at)
+            if kept is None or first == at:
+                rows = self.model.image_rows(image.patches)
+            else:
+                rows = kept[first : first + image.tokens]
+            assert len(rows) == image.tokens, f"the vision tower made {len(rows)} rows for a span of {image.tokens}"
+            if kept is None:
+                kept = rows if len(images) == 1 else rows.new_empty(sum(i.tokens for i in images), *rows.shape[1:])
+            if kept is not rows:
+                kept[at : at + image.tokens] = rows
+            at += image.tokens
+        assert kept is not None, "a request without images has none to read"
+        return batches.ImageRows(tuple(images), kept)
 
     def _run_here(self, plan: StepPlan) -> StepResult:
         started = perf_counter()

@@ -31,7 +31,15 @@ from benthic.models.deepseek_v41_config import (
     layer_plan,
     tensors,
 )
-from benthic.models.deepseek_v41_vision import Patches, VisionTower, geometry, read_image, scaled
+from benthic.models.deepseek_v41_vision import (
+    LEAST_TOKENS,
+    Patches,
+    VisionTower,
+    geometry,
+    largest_geometry,
+    read_image,
+    scaled,
+)
 from benthic.models.device_memory import DeviceMemory
 from benthic.models.loading import staged
 from benthic.models.memory import PagedMemory
@@ -56,7 +64,7 @@ from benthic.models.modules import (
 )
 from benthic.models.weights import Checkpoint
 from benthic.text.tokenizer import compress_vocabulary, load_raw
-from benthic.types import Numerics
+from benthic.types import ImageInput, Numerics
 
 
 class Output(NamedTuple):
@@ -612,6 +620,14 @@ class DeepseekV41(nn.Module):
         assert self.vision is not None, "the vision tower is not loaded"
         assert isinstance(patches, Patches), f"{type(patches).__name__} is not what `read_image` returns"
         return self.vision(scaled(patches.pixels.to(self.classes.device)), patches.geometry)
+
+    def largest_image(self, tokens: int) -> ImageInput | None:
+        """A blank image of as many patches as any whose span has at most so many tokens. None: there is none."""
+        if self.vision is None or tokens < LEAST_TOKENS:
+            return None
+        geo = largest_geometry(self._vision_config, tokens)
+        pixels = torch.zeros(geo.grid_h * geo.grid_w, 3 * self._vision_config.patch_size**2, dtype=torch.uint8)
+        return ImageInput(0, geo.tokens, "", Patches(pixels, geo))
 
     @property
     def _vision_config(self) -> VisionConfig:

@@ -8,6 +8,7 @@ P images, n patches (gh x gw), d merge factor, D text width, C tower width.
 """
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 NORM_EPS = 1e-6  # fixed; the config has no key for it
+LEAST_TOKENS = 4  # of a span: START, one IMAGE, NEWLINE, END
 GREY = 127  # canvas around the picture
 
 
@@ -85,6 +87,14 @@ def geometry(width: int, height: int, config: VisionConfig) -> Geometry:
         cells(canvas_w),
         tokens(canvas_w, canvas_h),
     )
+
+
+def largest_geometry(config: VisionConfig, tokens: int) -> Geometry:
+    """Of all images whose span has at most so many tokens, at least LEAST_TOKENS, one of most patches."""
+    limited = replace(config, max_image_tokens=min(config.max_image_tokens, tokens))
+    body, cell = limited.max_image_tokens - 2, config.patch_size * config.downsample_ratio
+    shapes = [geometry((body // high - 1) * cell, high * cell, limited) for high in range(1, body // 2 + 1)]
+    return max(shapes, key=lambda geo: geo.grid_h * geo.grid_w)
 
 
 class Patches(NamedTuple):

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from benthic import metrics
 from benthic.engine import first_steps
+from benthic.engine import llm as llm_module
 from benthic.engine.first_steps import Limits
 from benthic.engine.llm import LLM
+from benthic.engine.runner import Runner
 from benthic.errors import OutOfMemory
 from benthic.testing.checkpoints import make_tiny
-from benthic.types import SamplingParams, StepPlan
+from benthic.types import ImageInput, SamplingParams, StepPlan
 
 
 class Clock:
@@ -69,6 +72,48 @@ def test_what_steps_hold():
     assert first_steps.prompt_step(limits._replace(max_context_tokens=1), 1).scores == ()
 
 
+def blank(tokens: int) -> ImageInput | None:
+    """Spans of 10 tokens, or of 4."""
+    return ImageInput(0, 10 if tokens >= 10 else 4, "") if tokens >= 4 else None
+
+
+@pytest.mark.parametrize(
+    ("limit", "rows"),
+    [
+        (math.inf, [(3, 3), (3, 3), (1, 64), (1, 64), (0, 0)]),
+        (1000.0, [(3, 3), (3, 3), (1, 32), (1, 64), (1, 32), (0, 0), (1, 64), (0, 0)]),
+        (
+            25.0,  # twice the time of 32 rows is left for prompts, and three times, which is too little, for images
+            [(3, 3), (3, 3), (1, 32), (1, 64), (1, 32), (0, 0)],
+        ),
+        (1.0, [(3, 3), (3, 3), (1, 32), (1, 32), (0, 0)]),
+    ],
+)
+def test_sizes_of_a_model_that_reads_images(limit: float, rows: list[tuple[int, int]]):
+    clock, limits = Clock(), Limits(3, 9, 128, 64, 1000, image_tokens=200)
+    assert first_steps.take_largest(clock.run, limits, limit, clock, blank) == max(count for _, count in rows)
+    assert clock.rows == rows
+
+
+@pytest.mark.parametrize(("context", "rows"), [(1000, 200), (90, 200), (90, 7), (7, 7), (90, 3)])
+def test_image_rows_reach_the_end_of_the_prompt_and_the_limit(context: int, rows: int):
+    limits = Limits(3, 9, 128, 50, context, image_tokens=rows)
+    plan = first_steps.image_step(limits, min(5, context), rows, blank)
+    if plan is None:
+        assert rows < 4
+        return
+    (chunk,) = plan.chunks
+    assert chunk.end == context
+    assert [request for request, _ in plan.images] == list(range(len(plan.images)))
+    spans = dict(plan.images)[chunk.request]
+    assert spans[-1].first + spans[-1].tokens == context
+    for _, images in plan.images:
+        ends = [0, *(image.first + image.tokens for image in images)]
+        assert all(image.first >= end for image, end in zip(images, ends, strict=False))
+        assert len({image.digest for image in images}) == min(len(images), 2)
+    assert rows - 4 < sum(image.tokens for _, images in plan.images for image in images) <= rows
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("worst") / "tiny", max_position_embeddings=300)
@@ -91,19 +136,42 @@ def test_an_engine_answers_after_them_as_without(tiny: Path, settings: dict[str,
     assert got == [ids[: len(found)] for ids, found in zip(want, got, strict=True)]
 
 
+@pytest.mark.parametrize("seconds", [math.inf, 1e-9])
+def test_image_rows_are_made_and_let_go_of(tiny: Path, monkeypatch: pytest.MonkeyPatch, seconds: float):
+    """All that the configuration admits are kept at a time; when there is no time, a few."""
+    kept: list[int] = []
+    run = Runner.run
+
+    def watched(self: Runner, plan: StepPlan) -> object:
+        result = run(self, plan)
+        kept.append(self.image_tokens)
+        return result
+
+    monkeypatch.setattr(Runner, "run", watched)
+    monkeypatch.setattr(llm_module, "_WORST_SECONDS", seconds)
+    read = metrics.REGISTRY.get_sample_value("benthic_images_read_total")
+    open_engine(tiny, scheduler__image_tokens=700).close()
+    if seconds == math.inf:
+        assert 700 - 4 < max(kept) <= 700
+    else:
+        assert 0 < max(kept) <= 32
+    assert kept[-1] == 0
+    assert metrics.REGISTRY.get_sample_value("benthic_images_read_total") == read, "nobody asked for these"
+
+
 @pytest.mark.parametrize("fails", [torch.OutOfMemoryError, MemoryError])
 def test_without_room_for_them_no_engine_starts(tiny: Path, monkeypatch: pytest.MonkeyPatch, fails: type[Exception]):
     def too_large(plan: StepPlan) -> None:
         raise fails("no room")
 
     take: Callable[..., int] = first_steps.take_largest
-    monkeypatch.setattr(first_steps, "take_largest", lambda run, *sizes: take(too_large, *sizes))
+    monkeypatch.setattr(first_steps, "take_largest", lambda run, *sizes, **more: take(too_large, *sizes, **more))
     with pytest.raises(OutOfMemory, match=r"a step of 64 rows, or of 4 requests at 300 tokens.*lower cache\.bytes"):
         open_engine(tiny)
 
 
 def test_they_can_be_left_out(tiny: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(first_steps, "take_largest", lambda run, *sizes: pytest.fail("it was taken"))
+    monkeypatch.setattr(first_steps, "take_largest", lambda *given, **more: pytest.fail("it was taken"))
     LLM(tiny, scheduler__worst_first=False, scheduler__max_running=4, cpu__threads=1).close()
 
 

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from benthic.models.deepseek_v41_config import ModelConfig, VisionConfig
 from benthic.models.deepseek_v41_vision import (
     VisionTower,
     geometry,
+    largest_geometry,
     patches,
     pixel_patches,
     places,
@@ -66,6 +68,19 @@ def test_geometry_is_what_the_official_counter_measured(
 ) -> None:
     geo = geometry(*size, vision_config())
     assert ((geo.canvas_width, geo.canvas_height), geo.tokens) == (canvas, tokens)
+
+
+@pytest.mark.parametrize("changes", [{}, {"max_wh_ratio": 3}, {"min_pixels": 30000}])
+@pytest.mark.parametrize("tokens", [4, 5, 9, 20, 33, 1000])
+def test_no_image_of_so_few_tokens_has_more_patches(tokens: int, changes: dict[str, Any]) -> None:
+    config = replace(vision_config("tiny"), **changes)
+    most = min(tokens, config.max_image_tokens)
+    largest = largest_geometry(config, tokens)
+    assert largest.tokens <= most
+    limited = replace(config, max_image_tokens=most)
+    sizes = [(width, height) for width in range(14, 42 * most, 28) for height in (*range(1, 400, 14), 42 * most)]
+    found = max(geo.grid_h * geo.grid_w for geo in (geometry(*size, limited) for size in sizes))
+    assert largest.grid_h * largest.grid_w >= found
 
 
 @pytest.mark.parametrize("size", [(0, 5), (5, 0), (-1, 3)])
