@@ -86,6 +86,7 @@ def blank(tokens: int) -> ImageInput | None:
             25.0,  # twice the time of 32 rows is left for prompts, and three times, which is too little, for images
             [(3, 3), (3, 3), (1, 32), (1, 64), (1, 32), (0, 0)],
         ),
+        (15.0, [(3, 3), (3, 3), (1, 32), (1, 32), (0, 0)]),  # half of it is too little for 64 rows
         (1.0, [(3, 3), (3, 3), (1, 32), (1, 32), (0, 0)]),
     ],
 )

@@ -279,13 +279,13 @@ def test_the_order_of_images_matters(model: DeepseekV41):
 
 
 def test_the_same_image_twice_is_read_once(model: DeepseekV41):
-    counting = Failing(model)
-    twice = answer(counting, [request(1, model, [4, SMALL, 4, SMALL, 4])])  # pyright: ignore[reportArgumentType]
-    assert twice.read == counting.towers == 1
-    apart = request(1, model, [4, SMALL, 4, SMALL, 4])
+    counting, parts = Failing(model), [4, WIDE, 2, SMALL, 4, SMALL, 4]
+    twice = answer(counting, [request(1, model, parts)])  # pyright: ignore[reportArgumentType]
+    assert twice.read == counting.towers == 2
+    apart = request(1, model, parts)
     apart.images = tuple(replace(image, digest=str(i)) for i, image in enumerate(apart.images))
     want = answer(model, [apart])
-    assert want.read == 2
+    assert want.read == 3
     assert_same(twice, want, 1, 0.0)
 
 
