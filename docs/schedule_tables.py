@@ -72,9 +72,38 @@ def _kinds(scenario: str, key: str, whose: str) -> str:
     return grid(["policy", f"TTFT p50 {whose}, s", "p99"], rows)
 
 
+def recorded() -> str:
+    """One trace answered by the engine, beside simulations of that run."""
+    result = read("recorded-minnow", CPU)
+    if result is None:
+        return absent("benthic bench sim --recorded --cpu.threads 1")
+    found, link = result
+    rows = [
+        [
+            f"{m['name']}, {m['unit']}",
+            *(f"{m[key]:.3g}" if m[key] < 100 else f"{m[key]:.0f}" for key in ("value", "estimate")),
+            f"{m['low']:.3g} to {m['high']:.3g}" if m["high"] < 100 else f"{m['low']:.0f} to {m['high']:.0f}",
+            f"{m['estimate'] / m['value']:.2f}" if m["value"] else "",
+        ]
+        for m in found["measures"]
+    ]
+    head = ["", "recorded", f"simulated, middle of {len(found['simulated'])}", "lowest to highest", "ratio"]
+    trace, machine = found["trace"], found["machine"]
+    told = (
+        f"{trace['requests']} requests, {trace['prompt_tokens']} tokens of prompts and {trace['output_tokens']} of "
+        f"answers. Eight of ten steps took from {-100 * machine['errors']['0.1']:.0f} % less to "
+        f"{100 * machine['errors']['0.9']:.0f} % more than the fitted model says; load of the machine "
+        f"{found['load_before']:.1f} before, {found['load_after']:.1f} after."
+    )
+    picture = link.replace(".json", ".png")
+    shown = f"![Gaps and first tokens, recorded and simulated]({picture})"
+    return f"{shown}\n\n{grid(head, rows)}\n\n{told} {source(found, link)}"
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "h200": lambda: policies("sim-h200", "benthic bench sim"),
     "here": lambda: policies("sim-minnow", "benthic bench sim --machine here"),
+    "recorded": recorded,
     "tenants": tenants,
     "priorities": priorities,
     "memory": memory,

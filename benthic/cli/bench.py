@@ -6,11 +6,13 @@ costs that bits do not depend on the batch (invariance). `compile` only prepares
 
 import argparse
 import json
+import os
 import random
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,7 @@ from benthic.types import NUMERICS
 
 if TYPE_CHECKING:
     from benthic.bench.eval.subject import Subject
+    from benthic.sim.scenarios import Scenario
 
 NEEDLE_TOKENS = (120, 270, 520, 930)  # lengths of the needle prompts that `bench numerics` asks
 
@@ -132,7 +135,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sim.add_argument("--scenarios", metavar="NAME,NAME", help="traces to run (default: all that are made up)")
     sim.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines in the Mooncake form, instead")
     sim.add_argument("--write-trace", type=Path, metavar="FILE", help="write such a trace, made up, and run nothing")
-    sim.add_argument("--seconds", type=float, default=120.0, metavar="S", help="of each trace (default 120)")
+    sim.add_argument(
+        "--recorded",
+        action="store_true",
+        help="answer one trace with --model as it comes, and simulate that very run (default: long prompts, 60 s)",
+    )
+    sim.add_argument("--seconds", type=float, metavar="S", help="of each trace (default 120)")
     sim.set_defaults(run_bench=_sim)
     kernel = benches.add_parser("kernel", help="every kernel against the hardware's bound", allow_abbrev=False)
     kernel.add_argument("--op", metavar="NAME", help="only cases whose op or row has this in its name")
@@ -479,19 +487,23 @@ def _sim(args: argparse.Namespace) -> int:
     from benthic.sim import run, scenarios, trace
     from benthic.sim.engine import Machine
 
+    seconds = args.seconds or (60.0 if args.recorded else 120.0)
     if args.write_trace:
-        lines = trace.conversations(args.seed, seconds=args.seconds, rate=scenarios.H200.hashed_rate)
+        lines = trace.conversations(args.seed, seconds=seconds, rate=scenarios.H200.hashed_rate)
         trace.write(args.write_trace, lines)
         _say(f"{len(lines)} requests in {args.write_trace}")
         return 0
     known = {scenario.name: scenario for scenario in scenarios.SCENARIOS}
-    names = [name.strip() for name in args.scenarios.split(",")] if args.scenarios else list(known)
+    every = ["long prompts"] if args.recorded else list(known)
+    names = [name.strip() for name in args.scenarios.split(",")] if args.scenarios else every
     if unknown := set(names) - set(known):
         raise BenchError("scheduling", f"no scenario {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     chosen = [known[name] for name in names]
     if args.trace:
         arrivals = trace.read(args.trace)
         chosen = [scenarios.Scenario(args.trace.name, lambda *_: arrivals)]
+    if args.recorded:
+        return _recorded(args, settings, chosen, seconds)
     if args.machine == "h200":
         scale, machine = scenarios.H200, Machine("H200 rank, V4.1-Flash", CostModel(scenarios.H200_RANK))
     else:
@@ -501,13 +513,35 @@ def _sim(args: argparse.Namespace) -> int:
         scale, machine = scenarios.SMALL, fit(settings, args.seed)
     from benthic.bench import report
 
-    found = report.header("sim", args.seed, {"seconds": args.seconds, "machine": args.machine})
-    found |= run.run(scale, machine, chosen, seconds=args.seconds, seed=args.seed, say=_say)
+    found = report.header("sim", args.seed, {"seconds": seconds, "machine": args.machine})
+    found |= run.run(scale, machine, chosen, seconds=seconds, seed=args.seed, say=_say)
     name = "sim-h200" if args.machine == "h200" else f"sim-{Path(settings.model).name}"
     name += "" if chosen == scenarios.SCENARIOS else f"-{'-'.join(one.name.replace(' ', '-') for one in chosen)}"
     shown = _show(args, found, name, run.table(found) + "\n" + report.table(found["measures"]))
     if not args.no_save:
         drawn = run.picture(found, Path(args.out) / report.slug(found["hardware"]) / f"{name}.png")
+        _say(f"drawn in {drawn}")
+    return shown
+
+
+def _recorded(args: argparse.Namespace, settings: config.Config, chosen: Sequence["Scenario"], seconds: float) -> int:
+    from benthic.bench import report
+    from benthic.sim import recorded, scenarios
+
+    if len(chosen) > 1:
+        raise BenchError("a recorded run", f"one trace at a time, not {len(chosen)}; name one of --scenarios")
+    one = chosen[0]
+    name = f"recorded-{Path(settings.model).name}" + (
+        "" if one.name == "long prompts" else f"-{one.name.replace(' ', '-')}"
+    )
+    kept = {"seconds": seconds, "model": Path(settings.model).name, "numerics": settings.numerics}
+    found = report.header("recorded", args.seed, kept | {"device": settings.device})
+    make = partial(one.make, scenarios.SMALL, args.seed, seconds)
+    found |= recorded.run(settings, one.name, make, seed=args.seed, say=_say)
+    found |= {"versions": report.versions(), "load_after": os.getloadavg()[0]}
+    shown = _show(args, found, name, recorded.table(found))
+    if not args.no_save:
+        drawn = recorded.picture(found, Path(args.out) / report.slug(found["hardware"]) / f"{name}.png")
         _say(f"drawn in {drawn}")
     return shown
 

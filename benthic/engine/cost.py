@@ -67,8 +67,11 @@ class Coefficients(NamedTuple):
 class CostModel:
     """Predicts the seconds of a step, and learns from those that are over."""
 
-    def __init__(self, known: Coefficients | None = None):
-        """known  what is believed before the first step; None: nothing, and `ready` is False until steps are seen."""
+    def __init__(self, known: Coefficients | None = None, memory: float = MEMORY):
+        """known   what is believed before the first step; None: nothing, and `ready` is False until steps are seen.
+        memory  steps after which an equation weighs 1/e; infinity: all weigh alike.
+        """
+        self._keep = 1.0 - 1.0 / memory
         self.now = known or Coefficients()
         self.ready = known is not None
         self.error = 0.1  # usual relative error of a prediction
@@ -125,7 +128,7 @@ class CostModel:
             self.error += (min(abs(off), edge) - self.error) / ERROR_MEMORY
         scale = max(told, 1e-9) if known else seconds
         weight /= scale * scale
-        keep = 1.0 - 1.0 / MEMORY
+        keep = self._keep
         terms = (1.0, *shape)
         for i, term in enumerate(terms):
             row = self._products[i]

@@ -871,46 +871,11 @@ def build_loop(
     never      token ids that no request may produce.
     namespace  what else than the model's numbers decides what a block of tokens holds, see `cache/prefix.py`.
     """
-    limit = config.scheduler.max_context_tokens or model.max_positions
-    if limit > model.max_positions:
-        want = f"at most the model's {model.max_positions} positions"
-        raise BadSetting("scheduler.max_context_tokens", limit, want, "configuration")
-    if config.scheduler.token_budget < config.scheduler.max_running:
-        want = f"at least scheduler.max_running, {config.scheduler.max_running}"
-        raise BadSetting("scheduler.token_budget", config.scheduler.token_budget, want, "configuration")
-    block_bytes = block_layout(model.cache_spec.append).block_bytes
-    blocks = config.cache.blocks or config.cache.bytes // block_bytes
-    if blocks < 1:
-        want = f"at least one block of {BLOCK_TOKENS} tokens, {block_bytes} bytes"
-        raise BadSetting("cache.bytes", config.cache.bytes, want, "configuration")
-    slots = config.scheduler.max_running
+    scheduler = build_scheduler(model, config, CostModel(), eos_ids=eos_ids, namespace=namespace)
+    cache, cost, limit = scheduler.cache, scheduler.cost, scheduler.max_context_tokens
+    blocks, slots, states = cache.blocks.usable, cache.slots.usable, len(cache.snapshots.slots)
     longest = min(blocks_for(limit), blocks)
-    states = config.cache.snapshots if config.cache.prefix and config.cache.mode == "snapshot" else 0
     storage = Storage(model.cache_spec, blocks + 1, slots + 1, device, table_blocks=longest, states=states)
-    cache = CacheManager(
-        blocks + 1,
-        slots + 1,
-        prefix=config.cache.prefix,
-        eviction=config.cache.eviction,
-        ttl_seconds=config.cache.ttl_seconds,
-        snapshots=states,
-    )
-    scheduler = Scheduler(
-        cache,
-        token_budget=config.scheduler.token_budget,
-        max_context_tokens=limit,
-        vocab_size=model.vocab_size,
-        eos_ids=eos_ids,
-        image_tokens=config.scheduler.image_tokens,
-        prefixes=_prefixes(model, config, namespace),
-        cost=(cost := CostModel()),
-        itl_seconds=config.scheduler.itl_target_ms / 1e3,
-        itl_stretch=config.scheduler.itl_stretch,
-        prefill_floor=config.scheduler.prefill_floor,
-        grid=BLOCK_TOKENS if config.deterministic else 1,
-        prompt_slowdown=config.scheduler.prompt_slowdown,
-        patience=config.scheduler.patience_seconds,
-    )
     sampler = Sampler(model.vocab_size, device, never)
     ahead = config.scheduler.ahead == "on" or (config.scheduler.ahead == "auto" and device.type == "cuda")
     runner = Runner(model, storage, sampler, deterministic=config.deterministic, ahead=ahead)
@@ -940,6 +905,50 @@ def build_loop(
         },
     )
     return Loop(scheduler, runner, ahead=ahead)
+
+
+def build_scheduler(
+    model: Model, config: Config, cost: CostModel, *, eos_ids: Sequence[int] = (), namespace: bytes = b""
+) -> Scheduler:
+    """The part of a loop that decides, and its cache's bookkeeping. cost: what it believes of steps, and goes on to."""
+    limit = config.scheduler.max_context_tokens or model.max_positions
+    if limit > model.max_positions:
+        want = f"at most the model's {model.max_positions} positions"
+        raise BadSetting("scheduler.max_context_tokens", limit, want, "configuration")
+    if config.scheduler.token_budget < config.scheduler.max_running:
+        want = f"at least scheduler.max_running, {config.scheduler.max_running}"
+        raise BadSetting("scheduler.token_budget", config.scheduler.token_budget, want, "configuration")
+    block_bytes = block_layout(model.cache_spec.append).block_bytes
+    blocks = config.cache.blocks or config.cache.bytes // block_bytes
+    if blocks < 1:
+        want = f"at least one block of {BLOCK_TOKENS} tokens, {block_bytes} bytes"
+        raise BadSetting("cache.bytes", config.cache.bytes, want, "configuration")
+    slots = config.scheduler.max_running
+    states = config.cache.snapshots if config.cache.prefix and config.cache.mode == "snapshot" else 0
+    cache = CacheManager(
+        blocks + 1,
+        slots + 1,
+        prefix=config.cache.prefix,
+        eviction=config.cache.eviction,
+        ttl_seconds=config.cache.ttl_seconds,
+        snapshots=states,
+    )
+    return Scheduler(
+        cache,
+        token_budget=config.scheduler.token_budget,
+        max_context_tokens=limit,
+        vocab_size=model.vocab_size,
+        eos_ids=eos_ids,
+        image_tokens=config.scheduler.image_tokens,
+        prefixes=_prefixes(model, config, namespace),
+        cost=cost,
+        itl_seconds=config.scheduler.itl_target_ms / 1e3,
+        itl_stretch=config.scheduler.itl_stretch,
+        prefill_floor=config.scheduler.prefill_floor,
+        grid=BLOCK_TOKENS if config.deterministic else 1,
+        prompt_slowdown=config.scheduler.prompt_slowdown,
+        patience=config.scheduler.patience_seconds,
+    )
 
 
 def _compile(runner: Runner, token_budget: int) -> None:

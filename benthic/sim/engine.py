@@ -1,7 +1,7 @@
 """One engine on a virtual clock: the real scheduler and cache, and a machine whose steps take what a cost model says.
 
 Nothing is computed; a request's answer is one id, repeated. Steps follow each other without a pause while there is
-work, and each takes the machine's time for its shape, some noise, and the host's.
+work, and each takes the machine's time for its shape, some noise or errors that were seen, and the host's.
 """
 
 import random
@@ -26,6 +26,15 @@ class Machine:
     cost: CostModel
     noise: float = 0.03  # standard deviation of a step's time, relative
     stall: float = 0.001  # share of steps that take five times as long
+    errors: tuple[float, ...] = ()  # instead of both: relative errors of steps, each as likely as the others
+    host: float = HOST_SECONDS
+
+    def seconds(self, shape: Shape, rng: random.Random) -> float:
+        """What a step of this shape takes this time."""
+        if self.errors:
+            return self.cost.seconds(shape) * (1.0 + rng.choice(self.errors))
+        slow = 5.0 if rng.random() < self.stall else 1.0
+        return self.cost.seconds(shape) * slow * max(rng.gauss(1.0, self.noise), 0.5)
 
 
 @dataclass(slots=True)
@@ -57,7 +66,6 @@ class Outcome:
     rows: int = 0
     preemptions: int = 0
     cost_error: float = 0.0
-    widest: list[float] = field(default_factory=list[float])  # seconds of steps with decode rows
 
 
 def simulate(trace: Sequence[Arrival], policy: Policy, world: World, machine: Machine, seed: int = 0) -> Outcome:
@@ -66,12 +74,8 @@ def simulate(trace: Sequence[Arrival], policy: Policy, world: World, machine: Ma
     cost = CostModel()
     calibrated = [0.0]
 
-    def took(plan: StepPlan) -> float:
-        slow = 5.0 if rng.random() < machine.stall else 1.0
-        return machine.cost.seconds(Shape.of(plan)) * slow * max(rng.gauss(1.0, machine.noise), 0.5)
-
     def run(plan: StepPlan) -> None:
-        calibrated[0] += took(plan)
+        calibrated[0] += machine.seconds(Shape.of(plan), rng)
 
     limits = Limits(world.slots, world.blocks, 128, world.token_budget, world.context)
     calibrate(cost, run, limits, clock=lambda: calibrated[0])
@@ -83,19 +87,19 @@ def simulate(trace: Sequence[Arrival], policy: Policy, world: World, machine: Ma
             now = max(now, trace[coming].at)
         while coming < len(trace) and trace[coming].at <= now:
             scheduler.now = trace[coming].at
-            scheduler.admit([_request(coming, trace[coming])])
+            scheduler.admit([request(coming, trace[coming])])
             coming += 1
         scheduler.now = now
         plan = scheduler.plan()
         for chunk in plan.chunks:
             if lives[chunk.request].begun is None:
                 lives[chunk.request].begun = now
-        seconds = took(plan) if plan.chunks else 0.0
-        now += seconds + HOST_SECONDS
-        outcome.steps += 1
-        outcome.rows += plan.tokens
         shape = Shape.of(plan)
+        seconds = machine.seconds(shape, rng) if plan.chunks else 0.0
+        now += seconds + machine.host
+        outcome.rows += plan.tokens
         if plan.chunks:
+            outcome.steps += 1
             cost.observe(shape, seconds)
             idle = 0
         else:
@@ -112,9 +116,8 @@ def simulate(trace: Sequence[Arrival], policy: Policy, world: World, machine: Ma
     return outcome
 
 
-def _request(number: int, arrival: Arrival) -> Request:
-    params = SamplingParams(temperature=0.0, max_tokens=arrival.output, ignore_eos=True)
-    deadline = None if arrival.patience is None else arrival.at + arrival.patience
-    return Request(
-        number, arrival.ids(), params, 0, arrival.priority, arrival.at, tenant=arrival.tenant, deadline=deadline
-    )
+def request(number: int, arrival: Arrival, begin: float = 0.0) -> Request:
+    """What the engine is asked. begin: the trace's first second on the engine's clock."""
+    params, at = SamplingParams(temperature=0.0, max_tokens=arrival.output, ignore_eos=True), begin + arrival.at
+    deadline = None if arrival.patience is None else at + arrival.patience
+    return Request(number, arrival.ids(), params, 0, arrival.priority, at, tenant=arrival.tenant, deadline=deadline)

@@ -6,7 +6,7 @@ from typing import Any
 
 from benthic.errors import MissingDependency
 from benthic.sim.engine import Machine, Outcome, simulate
-from benthic.sim.scenarios import Scale, Scenario, curve, measures
+from benthic.sim.scenarios import Scale, Scenario, measures, tail
 from benthic.sim.trace import Arrival
 
 STRETCH_ALLOWED = 2.0  # p99 of gaps with long prompts arriving, over the same without
@@ -50,14 +50,13 @@ def run(
 
 
 def _entry(scenario: str, calm: str | None, trace: Sequence[Arrival], outcome: Outcome) -> dict[str, Any]:
-    gaps = [(float(f"{share:.3g}"), float(f"{gap:.4g}")) for share, gap in curve(outcome)]
     return {
         "scenario": scenario,
         "calm": calm,
         "policy": outcome.policy,
         "prompt_tokens": sum(arrival.prompt_tokens for arrival in trace),
         "measures": measures(outcome),
-        "gaps": gaps,
+        "gaps": tail([gap for life in outcome.lives for gap in life.gaps]),
     }
 
 

@@ -192,8 +192,10 @@ def jain(shares: Sequence[float]) -> float:
     return fmean(shares) ** 2 / fmean(share * share for share in shares) if any(shares) else 1.0
 
 
-def curve(outcome: Outcome, points: int = 100, least: float = 1e-5) -> list[tuple[float, float]]:
-    """(share, gap): so many of the gaps between tokens are as long or longer. Shares from 1 to `least`, even in log."""
-    gaps = sorted(gap for life in outcome.lives for gap in life.gaps)
-    shares = [least ** (i / (points - 1)) for i in range(points)]
-    return [(share, gaps[max(len(gaps) - 1 - int(share * (len(gaps) - 1)), 0)]) for share in shares] if gaps else []
+def tail(values: Sequence[float], points: int = 100, least: float = 1e-5) -> list[tuple[float, float]]:
+    """(share, value): so many of the values are as large or larger. Shares from 1 to `least`, even in log; of four and
+    three digits."""
+    ordered = sorted(values)
+    shares = [least ** (i / (points - 1)) for i in range(points)] if values else []
+    at = [ordered[max(len(ordered) - 1 - int(share * (len(ordered) - 1)), 0)] for share in shares]
+    return [(float(f"{share:.3g}"), float(f"{value:.4g}")) for share, value in zip(shares, at, strict=True)]

@@ -53,3 +53,17 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert {run["policy"] for run in told["runs"]} >= {"ours", "fixed 128", "in order", "last goes"}
     assert {run["scenario"] for run in told["runs"]} >= {"chat", "tenants", "little memory"}
     assert all(run["measures"]["unanswered"] == 0 for run in told["runs"])
+
+
+def test_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    model, out = make_tiny(tmp_path / "tiny"), tmp_path / "out"
+    words = ["bench", "sim", "--recorded", "--model", str(model), "--cpu.threads", "1", "--out", str(out)]
+    assert main([*words, "--scenarios", "chat", "--seconds", "0.9", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    (folder,) = out.iterdir()
+    assert {file.name for file in folder.iterdir()} == {"recorded-tiny-chat.json", "recorded-tiny-chat.png"}
+    assert json.loads((folder / "recorded-tiny-chat.json").read_text()) == told
+    assert told["recorded"]["requests"] == told["simulated"][0]["requests"] > 0
+    assert told["load_after"] >= 0
+    assert main([*words, "--scenarios", "chat, bursts"]) == 1
+    assert "one trace at a time, not 2" in capsys.readouterr().err
