@@ -80,7 +80,7 @@ def recorded() -> str:
     found, link = result
     rows = [
         [
-            f"{m['name']}, {m['unit']}",
+            ", ".join(filter(None, (m["name"], m["unit"]))),
             *(f"{m[key]:.3g}" if m[key] < 100 else f"{m[key]:.0f}" for key in ("value", "estimate")),
             f"{m['low']:.3g} to {m['high']:.3g}" if m["high"] < 100 else f"{m['low']:.0f} to {m['high']:.0f}",
             f"{m['estimate'] / m['value']:.2f}" if m["value"] else "",

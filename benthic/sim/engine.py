@@ -5,7 +5,7 @@ work, and each takes the machine's time for its shape, some noise or errors that
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from benthic.engine.cost import CostModel, Shape
@@ -16,6 +16,7 @@ from benthic.sim.trace import Arrival
 from benthic.types import Request, SamplingParams, StepPlan, StepResult
 
 HOST_SECONDS = 150e-6  # of a step, planned and committed
+ERRORS_TOGETHER = 100  # of recorded steps, on average
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +27,23 @@ class Machine:
     cost: CostModel
     noise: float = 0.03  # standard deviation of a step's time, relative
     stall: float = 0.001  # share of steps that take five times as long
-    errors: tuple[float, ...] = ()  # instead of both: relative errors of steps, each as likely as the others
+    errors: tuple[float, ...] = ()  # instead of both: relative errors of steps that followed each other
     host: float = HOST_SECONDS
 
-    def seconds(self, shape: Shape, rng: random.Random) -> float:
-        """What a step of this shape takes this time."""
-        if self.errors:
-            return self.cost.seconds(shape) * (1.0 + rng.choice(self.errors))
-        slow = 5.0 if rng.random() < self.stall else 1.0
-        return self.cost.seconds(shape) * slow * max(rng.gauss(1.0, self.noise), 0.5)
+    def steps(self, rng: random.Random) -> Callable[[Shape], float]:
+        """What steps take, one after another. Errors come in pieces of the sequence they are, since a machine that is
+        slow in one step often is in the next."""
+        at = rng.randrange(max(len(self.errors), 1))
+
+        def seconds(shape: Shape) -> float:
+            nonlocal at
+            if self.errors:
+                at = rng.randrange(len(self.errors)) if rng.random() * ERRORS_TOGETHER < 1.0 else at + 1
+                return self.cost.seconds(shape) * (1.0 + self.errors[at % len(self.errors)])
+            slow = 5.0 if rng.random() < self.stall else 1.0
+            return self.cost.seconds(shape) * slow * max(rng.gauss(1.0, self.noise), 0.5)
+
+        return seconds
 
 
 @dataclass(slots=True)
@@ -70,12 +79,12 @@ class Outcome:
 
 def simulate(trace: Sequence[Arrival], policy: Policy, world: World, machine: Machine, seed: int = 0) -> Outcome:
     """Run a trace, in order of time, to its end. Raises BenchError where steps do nothing any more."""
-    rng = random.Random(seed)
+    took = machine.steps(random.Random(seed))
     cost = CostModel()
     calibrated = [0.0]
 
     def run(plan: StepPlan) -> None:
-        calibrated[0] += machine.seconds(Shape.of(plan), rng)
+        calibrated[0] += took(Shape.of(plan))
 
     limits = Limits(world.slots, world.blocks, 128, world.token_budget, world.context)
     calibrate(cost, run, limits, clock=lambda: calibrated[0])
@@ -95,7 +104,7 @@ def simulate(trace: Sequence[Arrival], policy: Policy, world: World, machine: Ma
             if lives[chunk.request].begun is None:
                 lives[chunk.request].begun = now
         shape = Shape.of(plan)
-        seconds = machine.seconds(shape, rng) if plan.chunks else 0.0
+        seconds = took(shape) if plan.chunks else 0.0
         now += seconds + machine.host
         outcome.rows += plan.tokens
         if plan.chunks:

@@ -1,9 +1,8 @@
 """A trace that the real engine answers, beside simulations of that very run.
 
 The engine is given the trace's requests at their times, and its steps are timed. A cost model is fitted to these steps,
-and simulations of the same trace on the same scheduler take its word for what a step costs; the error of each is drawn
-from those that the recorded steps had. So what differs between both is what a linear model of single steps does not
-know: that slow steps come one after another, or that what is outside of steps takes time.
+and simulations of the same trace on the same scheduler take its word for what a step costs, off by what recorded steps
+were off by, in pieces of a hundred or so. What differs between both is then what such a model does not know.
 """
 
 import math
@@ -37,7 +36,7 @@ TOLD = {  # of `measures`: name, unit, factor
     "ttft_p50": ("TTFT p50", "s", 1.0),
     "ttft_p99": ("TTFT p99", "s", 1.0),
     "output_tokens_per_second": ("throughput", "tokens/s", 1.0),
-    "steps": ("steps", "steps", 1.0),
+    "steps": ("steps", "", 1.0),
     "cost_error": ("usual error of the scheduler's cost model", "share", 1.0),
 }
 
@@ -184,11 +183,15 @@ def run(
         "recorded": told,
         "simulated": guessed,
         "tails": {
-            what: {"recorded": tail(values([recording.outcome])), "simulated": tail(values(simulated))}
+            what: {"recorded": _tail(values([recording.outcome])), "simulated": _tail(values(simulated))}
             for what, values in (("gap", _gaps), ("first", _firsts))
         },
         "measures": [_measure(key, told, guessed) for key in TOLD],
     }
+
+
+def _tail(values: Sequence[float]) -> list[tuple[float, float]]:
+    return tail(values, least=1 / max(len(values), 2))
 
 
 def _gaps(outcomes: Sequence[Outcome]) -> list[float]:
@@ -218,7 +221,7 @@ def table(found: dict[str, Any]) -> str:
     for m in found["measures"]:
         numbers = f"{m['value']:>12.4g}{m['estimate']:>12.4g}{m['low']:>10.4g}{m['high']:>10.4g}"
         ratio = f"{m['estimate'] / m['value']:>8.2f}" if m["value"] else ""
-        lines.append(f"{m['name'] + ', ' + m['unit']:<45}{numbers}{ratio}")
+        lines.append(f"{', '.join(filter(None, (m['name'], m['unit']))):<45}{numbers}{ratio}")
     return "\n".join(lines)
 
 
