@@ -62,6 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "evaluates once all is trained and the reserve is there",
     )
     train.add_argument(
+        "--replan",
+        action="store_true",
+        help="go on with these settings where the saved run had others: more --seconds, other rows; the parts stay",
+    )
+    train.add_argument(
         "--carry",
         type=Path,
         help="folder for a small second saved state (1.5 bytes a parameter, no momenta, files of 15 MiB) and the log: "
@@ -300,7 +305,7 @@ def _backbone(args: argparse.Namespace) -> int:
         if args.carry is not None:
             loop.carry_in(trainer, args.carry, args.out)
         deadline = end - (_SAVE_SECONDS if args.pause else args.reserve_seconds)
-        last, done = loop.run(trainer, loader, args.out, deadline, report, pause=args.pause)
+        last, done = loop.run(trainer, loader, args.out, deadline, report, pause=args.pause, replan=args.replan)
         if args.carry is not None:
             loop.carry_out(trainer, args.out, args.carry)
         result: dict[str, Any] = {"total_seconds": time.monotonic() - begin, **last}

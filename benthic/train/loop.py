@@ -307,12 +307,15 @@ def run(
     report: Report,
     *,
     pause: bool = False,
+    replan: bool = False,
     save_seconds: float = 120.0,
 ) -> tuple[dict[str, float], bool]:
     """Train until the settings' time is spent or `deadline` (monotonic seconds) comes; resume from a state in `out`.
 
     pause   False: a deadline that cuts the time short cuts the schedule too, its shares are of the time there is.
             True: the schedule stands, and what the deadline leaves undone is for a later call with the same settings.
+    replan  go on with the settings at hand where the saved run had others: more time, other rows. Time that was spent
+            counts, so the phase and the learning rate are those of its share of the new time.
     report  called with each logged row.
     Returns the last row, empty when there was nothing left to train, and whether the schedule is done.
     """
@@ -322,10 +325,14 @@ def run(
     spent = 0.0
     if state_file.is_file():
         state = read_state(state_file, trainer.device, trainer.kind)
-        if state["settings"] != asdict(settings):
+        if not replan and state["settings"] != asdict(settings):
             changed = [key for key, value in asdict(settings).items() if state["settings"].get(key) != value]
-            detail = f"it belongs to a run with other settings ({', '.join(changed)}); give the same, or another --out"
-            raise BadTrainingState(state_file, detail)
+            detail = f"it belongs to a run with other settings ({', '.join(changed)})"
+            raise BadTrainingState(state_file, f"{detail}; give the same, --replan, or another --out")
+        if (out / LOG_FILE).is_file() and _logged(out / LOG_FILE) != columns(trainer):
+            raise BadTrainingState(
+                out / LOG_FILE, "a run goes on with the parts that it began with, and this has others"
+            )
         trainer.restore(state, state_file)
         spent = state["seconds"]
         loader.seek(state["loader"])
@@ -422,6 +429,12 @@ def carry_in(trainer: Trainer, folder: Path, out: Path) -> bool:
     return True
 
 
+def _logged(path: Path) -> tuple[str, ...]:
+    """Columns of a log."""
+    with path.open(newline="") as file:
+        return tuple(next(csv.reader(file), ()))
+
+
 def _cut_log(path: Path, steps: int) -> None:
     """Drop what a run that was cut off logged after its last saved step; those steps are done again."""
     with path.open(newline="") as file:
@@ -512,7 +525,7 @@ def plot(out: Path, settings: Settings) -> Path:
         axis.set_xlabel("tokens, millions")
         axis.set_ylabel(unit)
         if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=7, loc="upper right")
+            axis.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(out / PLOT_FILE, dpi=110)
     draw.close(figure)

@@ -160,9 +160,10 @@ class RowLoader:
         return {key: (stream.epoch, stream.row) for key, stream in self.streams.items()}
 
     def seek(self, at: Places) -> None:
-        """Go on where a loader of the same settings had this `at`."""
+        """Go on where another loader had this `at`; a stream that it did not have stays at its beginning."""
         for key, stream in self.streams.items():
-            stream.seek(*at[key])
+            if key in at:
+                stream.seek(*at[key])
 
     def next(self, form: Form = Form()) -> RowBatch:  # noqa: B008 (an immutable record)
         settings = self.settings

@@ -202,12 +202,15 @@ ON_GPU = [("production", way) for way in WAYS]
 ON_GPU += [(numerics, way) for numerics in ("reference", "fast") for way in ("in one batch", "cached, state kept")]
 
 
+LONGEST = 2000  # tokens, more than what all windows of the packaged model see together
+
+
 @pytest.fixture(scope="module")
 def alone_on_gpu() -> Callable[[str], Answers]:
     @cache
     def made(numerics: str) -> Answers:
         with engine("minnow", device="cuda", numerics=numerics, **ALONE) as llm:
-            return one_by_one(llm, prompts(4096, 12, 300), params(12))
+            return one_by_one(llm, prompts(4096, 12, LONGEST), params(12))
 
     return made
 
@@ -219,7 +222,7 @@ def test_an_answer_of_a_gpu_is_the_same_whatever_the_way(
 ):
     """Begun ahead, in chunks, in batches, from the cache: as alone on the same GPU."""
     settings = {"device": "cuda", "numerics": numerics}
-    same_whatever(way, "minnow", prompts(4096, 12, 300), alone_on_gpu(numerics), **settings)
+    same_whatever(way, "minnow", prompts(4096, 12, LONGEST), alone_on_gpu(numerics), **settings)
 
 
 @pytest.mark.gpu
@@ -229,4 +232,4 @@ def test_tokens_of_a_gpu_that_the_host_does_not_know_yet(
     alone_on_gpu: Callable[[str], Answers], numerics: str, graphs: bool
 ):
     settings = {"device": "cuda", "numerics": numerics, "gpu__graphs": graphs}
-    same_drawn_ahead("minnow", prompts(4096, 12, 300), alone_on_gpu(numerics), **settings)
+    same_drawn_ahead("minnow", prompts(4096, 12, LONGEST), alone_on_gpu(numerics), **settings)

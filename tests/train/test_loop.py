@@ -471,6 +471,38 @@ def test_other_settings_are_refused(make: Make, tmp_path: Path) -> None:
     assert ((tmp_path / loop.STATE_FILE).read_bytes(), (tmp_path / loop.LOG_FILE).read_bytes()) == before
 
 
+def test_a_run_is_replanned(make: Make, folder: Folder, tmp_path: Path) -> None:
+    """To the end, then with more time and other rows: the new schedule, from the rows where the old one ended."""
+    first, loader = make()
+    loop.run(first, loader, tmp_path, float("inf"), quiet)
+    at = loader.at
+    longer = replace(SMALL, seconds=20.0, parts="needle=2,prose,copy=1", shapes_rows=2, long_from=0.9)
+    assert longer.names == SMALL.names
+    assert longer.parts != SMALL.parts
+    rest, loader = make(longer)
+    _, done = loop.run(rest, loader, tmp_path, float("inf"), quiet, replan=True)
+    assert done
+    assert [entry[1:] for entry in rest.log] == [
+        (phase_at(i / 20, longer), rate_factor(i / 20, longer)) for i in range(10, 20)
+    ]
+    assert rest.warmed == phases_from(0.5, longer)
+    assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, 21))
+    expected = loader_of(folder, longer)
+    expected.seek(at)
+    assert rest.log[0][0] == expected.next(rest.log[0][1].form).ids.flatten().tolist()
+    state = loop.read_state(tmp_path / loop.STATE_FILE, CPU)
+    assert state["settings"] == asdict(longer)
+
+
+def test_a_replanned_run_keeps_its_parts(make: Make, tmp_path: Path) -> None:
+    trainer, loader = make()
+    loop.run(trainer, loader, tmp_path, float("inf"), quiet)
+    other, loader = make(replace(SMALL, seconds=20.0, shapes_rows=0))
+    with pytest.raises(BadTrainingState, match=r"log\.csv.*parts that it began with"):
+        loop.run(other, loader, tmp_path, float("inf"), quiet, replan=True)
+    assert other.steps == 0
+
+
 # The state
 
 
