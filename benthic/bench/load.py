@@ -366,6 +366,9 @@ def _measures(
         told += "; {:.0f} ms before the first tensor, {:.0f} after the last".format(*ends_ms)
     yield rate("whole", total, seconds, estimate=best, target=target, note=told)
     for count in options.workers:
+        if count not in (1, workers) and perf_counter() < ends:
+            yield rate(f"files, {count} workers", total, [files_alone(checkpoint, names, count) for _ in range(2)])
+    for count in options.workers:
         for piece in options.pieces:
             if perf_counter() > ends:
                 say("no time is left for other numbers of workers and pieces")
