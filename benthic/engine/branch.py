@@ -46,7 +46,6 @@ class _Often:
         "request",
         "steady",
         "tokens",
-        "turn",
     )
 
 
@@ -118,7 +117,6 @@ class Branch(_Often):
         self.planned = 0  # tokens that will be computed once all that is in flight is over
         self.pending = 0  # draws in flight
         self.flying = 0  # steps in flight that it is part of
-        self.turn = 0  # how often it began; results of a step planned before it began anew are dropped
         self.asked = self.scored  # the same, once all that is in flight is over
         self.ended = False
         self.by_host = self.penalised or not _drawn_on_device(params)

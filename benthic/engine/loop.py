@@ -139,9 +139,10 @@ class Loop:
         if not self.scheduler.unfinished and self._flight is None:
             self._since = begun
         self.scheduler.now = self.clock()
-        self.scheduler.admit(self.inbox.drain())
+        messages = self.inbox.drain()
+        if messages:
+            self.scheduler.admit(messages)
         plan = self.scheduler.plan()
-        tokens = plan.tokens
         planned = perf_counter()
         before, self._flight = self._flight, None
         try:
@@ -150,7 +151,10 @@ class Loop:
             self.scheduler.discard(plan)
             self._flight = before
             raise
-        new = _Flight(plan, tokens, result, begun, planned - begun, perf_counter() - planned) if plan.chunks else None
+        new = None
+        if plan.chunks:
+            tokens, now = self.scheduler.planned_tokens, perf_counter()
+            new = _Flight(plan, tokens, result, begun, planned - begun, now - planned)
         if not self.ahead:
             self._land(new)
         else:
@@ -187,7 +191,8 @@ class Loop:
         self._send(self.scheduler.commit(plan, result))
         if plan.images:
             metrics.IMAGES_READ.inc(sum(len({image.digest for image in images}) for _, images in plan.images))
-        self._learn(flight, ran - max(flight.began, self._landed))
+        if flight.tokens > len(plan.chunks) or plan.step % _DECODES_SHOWN == 0:  # decode steps are many and alike
+            self._learn(plan, ran - max(flight.began, self._landed))
         period, self._since, self._landed = ran - self._since, ran, ran
         done = perf_counter()
         spent = flight.plan_seconds, flight.begin_seconds, ran - waited, done - ran, result.device_seconds, period
@@ -195,11 +200,10 @@ class Loop:
         self.times.append(times)
         self._steps.append((times, done - flight.began))
 
-    def _learn(self, flight: _Flight, seconds: float) -> None:
-        """Show the cost model a step that is over. Of decode steps, which are many and alike, some are enough."""
-        plan, cost = flight.plan, self.scheduler.cost
-        many = flight.tokens == len(plan.chunks) and plan.step % _DECODES_SHOWN
-        if cost.ready and not many and not plan.images:
+    def _learn(self, plan: StepPlan, seconds: float) -> None:
+        """Show the cost model a step that is over."""
+        cost = self.scheduler.cost
+        if cost.ready and not plan.images:
             cost.observe(Shape.of(plan), seconds)
 
     def _let_go(self) -> None:

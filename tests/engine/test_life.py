@@ -193,7 +193,7 @@ def moment(loop: Loop, request: int) -> set[str]:
         if b.lease is None:
             sibling = any(other.lease is not None for other in branches)
             waits = "for its prompt's state" if sibling else "for what others compute" if waits_for(loop, b) else ""
-            found.add(f"waiting {waits}".strip() if not b.turn else "preempted")
+            found.add(f"waiting {waits}".strip() if not b.begun else "preempted")
         elif b.computed < b.prompt_tokens:
             found.add("mid-prefill, in flight" if b.flying else "mid-prefill")
         else:

@@ -121,7 +121,7 @@ def test_a_victim_goes_on_behind_what_it_published():
 
     def begun(b: Branch, lease, match) -> None:
         begin(b, lease, match)
-        if b.turn:
+        if b.begun:
             again.append((b.request, b.computed))
 
     scheduler._preempt, scheduler._begin = watched, begun  # type: ignore[method-assign]

@@ -23,7 +23,7 @@ from benthic.errors import (
     RequestError,
     TokenOutOfRange,
 )
-from benthic.types import Abort, FinishReason, Request, SamplingParams, StepPlan, StepResult, TokenEvent
+from benthic.types import Abort, Draw, FinishReason, Request, SamplingParams, StepPlan, StepResult, TokenEvent
 from tests.engine.fake import EOS, VOCAB, FakeModel, expected, fake_loop, greedy
 
 
@@ -105,6 +105,33 @@ def test_end_of_sequence_and_stop_ids_end_it_and_are_counted():
         assert news[-1].finish is FinishReason.STOP
         assert news[-1].usage is not None
         assert news[-1].usage.completion_tokens == len(tokens)
+
+
+def test_a_branch_draws_with_one_record_until_something_of_it_changes():
+    """Whoever prepares draws may know them again by what they are."""
+    loop = fake_loop(blocks=60)
+    asked = {
+        1: SamplingParams(max_tokens=20, ignore_eos=True),
+        2: SamplingParams(max_tokens=20, min_tokens=3, stop_ids=(60,), ignore_eos=True),
+        3: SamplingParams(max_tokens=20, presence_penalty=0.5, ignore_eos=True),
+    }
+    seen: dict[int, list[Draw]] = {number: [] for number in asked}
+    start = loop.runner.start
+
+    def watched(plan: StepPlan) -> Callable[[], StepResult]:
+        for chunk, draw in zip(plan.drawn, plan.draws, strict=True):
+            seen[chunk.request].append(draw)
+        return start(plan)
+
+    loop.runner.start = watched  # type: ignore[method-assign]
+    for number, params in asked.items():
+        loop.inbox.put(Request(number, prompt(5, number), params, seed=number))
+    drive(loop)
+    assert len(seen[1]) == 20
+    assert len({id(draw) for draw in seen[1]}) == 1
+    assert [draw.blocked for draw in seen[2][:4]] == [(60,), (60,), (60,), ()]
+    assert len({id(draw) for draw in seen[2][3:]}) == 1
+    assert [len(draw.context or ()) for draw in seen[3]] == list(range(5, 25))
 
 
 def test_min_tokens_keeps_the_ends_away():
@@ -400,14 +427,15 @@ class AnyOrder(RuleBasedStateMachine):
     def watched(self, plan: Callable[[], StepPlan]) -> StepPlan:
         """Who begins beside others never leaves them without the blocks they are known to need."""
         scheduler = self.loop.scheduler
-        before = {(b, b.turn) for b in scheduler.running}
+        before = {(b, b.started) for b in scheduler.running}
         made = plan()
-        now = {(b, b.turn) for b in scheduler.running}
+        now = {(b, b.started) for b in scheduler.running}
         if now - before and len(now) > 1:
             promised = sum(scheduler._promised(b) for b in scheduler.running)
             assert promised <= scheduler.cache.free_blocks, "more was promised than there is"
         assert len(scheduler.running) <= scheduler.cache.slots.usable
         assert made.tokens <= scheduler.token_budget
+        assert not made.chunks or scheduler.planned_tokens == made.tokens
         return made
 
     def take(self, events: list[TokenEvent]) -> None:
