@@ -113,7 +113,8 @@ def test_the_report_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixtur
     names = [measure["name"] for measure in found["measures"]]
     assert names == [
         "files, 1 worker", f"files, {loading.WORKERS} workers", "mapped",
-        "staged, first", "staged", "whole, first", "whole", "files, 2 workers", "staged, 1 x 1 MiB", "staged, 2 x 1 MiB",
+        "staged, first", "staged", "whole, first", "whole",
+        "files, 2 workers", "staged, 1 x 1 MiB", "staged, 2 x 1 MiB",
     ]  # fmt: skip
     for measure in found["measures"]:
         assert measure["unit"] == "GB/s"
