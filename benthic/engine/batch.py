@@ -169,6 +169,8 @@ class Kept(NamedTuple):
 def kept_rows(chunks: Sequence[Chunk]) -> list[Kept]:
     """Where rows end. A chunk that is masked becomes two runs, and nobody reads the rows of the first."""
     cuts = {c: dict(chunk.cuts) for c, chunk in enumerate(chunks) if chunk.cuts}
+    if not cuts:
+        return []
     runs = [Run(c, chunk.start, chunk.start + len(chunk.tokens), chunk.low) for c, chunk in enumerate(chunks)]
     found: list[Kept] = []
     for layer in sorted({layer for of_chunk in cuts.values() for layer in of_chunk}):
