@@ -233,6 +233,7 @@ def picture(found: dict[str, Any], path: Path) -> Path:
         raise MissingDependency("matplotlib", "train") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import NullFormatter
 
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     labels = {"gap": ("gap between tokens, ms", 1e3), "first": ("time to first token, s", 1.0)}
@@ -242,6 +243,7 @@ def picture(found: dict[str, Any], path: Path) -> Path:
                 shares, values = zip(*points, strict=True)
                 axis.plot([factor * value for value in values], shares, label=way, **style)
         axis.set(xscale="log", yscale="log", xlabel=label, ylabel="share that is longer")
+        axis.xaxis.set_minor_formatter(NullFormatter())  # they run into each other within a decade or two
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     figure.suptitle(f"{found['machine']['name']}, {found['trace']['name']}", fontsize=11)
