@@ -45,6 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SKILL=N",
         help="training tokens of a skill, 0 for none; may be given again",
     )
+    data.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="SKILL",
+        help="make this part of a folder anew; may be given again",
+    )
     data.add_argument("--seed", type=int, default=0)
     data.set_defaults(run_stage=_data)
     train = stages.add_parser("backbone", help="data folder -> trained masters, log and loss curve", allow_abbrev=False)
@@ -243,6 +250,7 @@ def _data(args: argparse.Namespace) -> int:
         skill_tokens=data.SKILL_TOKENS | dict(args.skill_tokens),
         prose_tokens=args.prose_tokens,
         progress=_progress,
+        only=args.only,
     )
     size = sum(path.stat().st_size for path in args.out.iterdir())
     part_bytes = {part: data.part_bytes(args.out, manifest, part) for part in manifest.parts}

@@ -11,7 +11,7 @@ import json
 import lzma
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, islice
 from pathlib import Path
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benthic.errors import BadTrainingData
-from benthic.models.deepseek_v41_config import ModelConfig, VisionConfig
+from benthic.models.deepseek_v41_config import ModelConfig, VisionConfig, read_json
 from benthic.skills.base import SKILLS, Material, Split, Task
 from benthic.skills.loops import looping
 from benthic.text.tokenizer import FILE_NAME, SPECIALS, Tokenizer
@@ -47,7 +47,7 @@ SKILL_TOKENS = {  # of training; about 30 % of all, beside 60 million of prose
     "memory": 1_000_000,
     "json": 2_000_000,
     "tools": 6_000_000,
-    "shapes": 1_500_000,
+    "shapes": 4_000_000,
 }
 NEEDLE_LADDER = (512, 2048, 4000)  # tokens of the held-out needles of given lengths: four codes, one asked for
 LADDER_DOCUMENTS = 64
@@ -372,12 +372,15 @@ def build(
     skill_tokens: Mapping[str, int],
     progress: Progress,
     prose_tokens: int | None = None,
+    only: Collection[str] = (),
 ) -> tuple[Manifest, dict[str, Any]]:
     """Make a data folder from a corpus folder. Returns its manifest and the completed model config.
 
     config_template  a whole model config; what follows from the tokenizer is replaced
     skill_tokens     training tokens of each skill; one that is not named or has 0 has no part
     prose_tokens     of prose, whole documents from the beginning; None: all
+    only             skills that are made anew in a folder that is there, with its tokenizer and config; none: the whole
+                     folder. With more tokens a part begins with the documents that it had.
     Raises           BadTrainingData; the errors of ModelConfig.from_json
     """
     train_files, valid_file = corpus_files(corpus)
@@ -387,19 +390,30 @@ def build(
         raise BadTrainingData("the model config", f"vocab_size is {vocab_size}, token files hold ids below {MAX_VOCAB}")
     if unknown := skill_tokens.keys() - SKILLS.keys():
         raise BadTrainingData("the skills", f"no skill {', '.join(sorted(unknown))}; there are {', '.join(SKILLS)}")
+    if missing := set(only) - {skill for skill, budget in skill_tokens.items() if budget}:
+        raise BadTrainingData(
+            "the skills", f"nothing is asked of {', '.join(sorted(missing))}, which should be made anew"
+        )
     materials: dict[Split, Material] = {"train": material_of(train_files[0]), "held_out": material_of(valid_file)}
-    out.mkdir(parents=True, exist_ok=True)
-    first = list(read_pairs(train_files[0]))
-    texts = [text for pair in first for text in (pair.prompt, pair.response)]
-    texts += template_texts(_samples(materials["train"], seed), template.vision) * max(1, len(first) // 1000)
     tokenizer_file = out / FILE_NAME
-    tokenizer_bpe.save(tokenizer_bpe.train_tokenizer(texts, vocab_size), tokenizer_file)
-    tokenizer = Tokenizer(tokenizer_file)
-    config = complete_config(config_template, tokenizer)
-    (out / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    if only:
+        manifest = Manifest.read(out)
+        if manifest.seed != seed:
+            raise BadTrainingData(out, f"made with seed {manifest.seed}, not {seed}; its parts would not fit together")
+        tokenizer = Tokenizer(tokenizer_file)
+        config = dict(read_json(out / "config.json"))
+    else:
+        out.mkdir(parents=True, exist_ok=True)
+        first = list(read_pairs(train_files[0]))
+        texts = [text for pair in first for text in (pair.prompt, pair.response)]
+        texts += template_texts(_samples(materials["train"], seed), template.vision) * max(1, len(first) // 1000)
+        tokenizer_bpe.save(tokenizer_bpe.train_tokenizer(texts, vocab_size), tokenizer_file)
+        tokenizer = Tokenizer(tokenizer_file)
+        config = complete_config(config_template, tokenizer)
+        (out / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+        manifest = Manifest(FORMAT, seed, vocab_size, {}, {}, {}, 0)
 
     renderer = Renderer(tokenizer, ModelConfig.from_json(config).vision)
-    manifest = Manifest(FORMAT, seed, vocab_size, {}, {}, {}, 0)
 
     def write(part: str, documents: Iterable[Document], *, drop_loops: bool = False) -> None:
         collected = Collected()
@@ -426,16 +440,17 @@ def build(
     def rendered(tasks: Iterable[Task]) -> Iterator[Document]:
         return (Document(renderer.ids(task), ()) for task in tasks)
 
-    training = rendered(with_systems(prose(train_files)))
-    write("prose", training if prose_tokens is None else until(training, prose_tokens), drop_loops=True)
-    write("prose.valid", rendered(prose([valid_file])))
+    if not only:
+        training = rendered(with_systems(prose(train_files)))
+        write("prose", training if prose_tokens is None else until(training, prose_tokens), drop_loops=True)
+        write("prose.valid", rendered(prose([valid_file])))
     for skill, budget in skill_tokens.items():
-        if budget:
+        if budget and (not only or skill in only):
             made = skill_documents(skill, "train", materials["train"], renderer.ids, seed)
             write(skill, progress(until(made, budget), skill, None))
             made = skill_documents(skill, "held_out", materials["held_out"], renderer.ids, seed)
             write(f"{skill}.valid", progress(islice(made, HELD_OUT_DOCUMENTS), f"{skill}.valid", HELD_OUT_DOCUMENTS))
-    for tokens in NEEDLE_LADDER:
+    for tokens in NEEDLE_LADDER if not only else ():
         options = {"tokens": tokens, "needles": 4, "questions": 1}
         made = skill_documents("needle", "held_out", materials["held_out"], renderer.ids, seed, **options)
         write(f"needle-{tokens}.valid", islice(made, LADDER_DOCUMENTS))

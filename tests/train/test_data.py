@@ -3,6 +3,7 @@
 import json
 import lzma
 import random
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -429,6 +430,38 @@ def test_folder_is_described_by_its_manifest(built: Any) -> None:
     for part in manifest.parts:
         ids = data.read_part(out, manifest, part)
         assert len(data.document_starts(ids, config["bos_token_id"])) - 1 == manifest.documents[part]
+
+
+def test_one_part_is_made_anew(built: Any, tmp_path: Path) -> None:
+    """With more tokens: it begins with what it had, and nothing else changes."""
+    root, manifest, config = built
+    out = tmp_path / "out"
+    shutil.copytree(root / "out", out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    more = SKILL_TOKENS | {"shapes": 4000}
+    again, same = make(root / "corpus", out, skill_tokens=more, only=["shapes"])
+    assert same == config
+    assert data.Manifest.read(out) == again
+    changed = {path.name for path in out.iterdir() if path.read_bytes() != before[path.name]}
+    assert changed == {"shapes.ids.xz", "shapes.pictures.jsonl.xz", data.MANIFEST}
+    was, now = data.read_part(root / "out", manifest, "shapes"), data.read_part(out, again, "shapes")
+    assert len(now) >= 4000 > len(was)
+    assert now[: len(was)].tolist() == was.tolist()
+    pictures = data.read_pictures(out, again, "shapes")
+    assert pictures[: manifest.documents["shapes"]] == data.read_pictures(root / "out", manifest, "shapes")
+    assert len(pictures) == again.documents["shapes"] > manifest.documents["shapes"]
+
+
+def test_what_cannot_be_made_anew(built: Any, tmp_path: Path) -> None:
+    root, _, _ = built
+    before = {path.name: path.read_bytes() for path in (root / "out").iterdir()}
+    with pytest.raises(BadTrainingData, match="seed 3, not 4"):
+        make(root / "corpus", root / "out", seed=4, only=["shapes"])
+    with pytest.raises(BadTrainingData, match="nothing is asked of shapes"):
+        make(root / "corpus", root / "out", skill_tokens=SKILL_TOKENS | {"shapes": 0}, only=["shapes"])
+    with pytest.raises(BadTrainingData, match=data.MANIFEST):
+        make(root / "corpus", tmp_path / "new", only=["shapes"])
+    assert {path.name: path.read_bytes() for path in (root / "out").iterdir()} == before
 
 
 def test_folder_holds_the_corpus(built: Any) -> None:

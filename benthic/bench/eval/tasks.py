@@ -14,10 +14,12 @@ from benthic.bench.eval.prepared import Answers, Measured, Plan, Prepared, Skip
 from benthic.bench.eval.questions import SERVED, Chat, Said, View
 from benthic.bench.report import Measure
 from benthic.skills.base import SKILLS, Reply, Task, right
+from benthic.skills.shapes import ASKS
 
 LADDER_TOKENS = (128, 256, 512, 1024, 2048, 4000, 8000, 16000)
 
-_BARS = {"copy": 0.95, "arithmetic, addition": 0.90, "tools": 0.90, "json": 0.90, "shapes": 0.95}
+_BARS = {"copy": 0.95, "arithmetic, addition": 0.90, "tools": 0.90, "json": 0.90, "shapes, colour and shape": 0.95}
+_TOGETHER = {"shapes": {"colour and shape": ("colour", "shape"), "others": ("position", "count", "picture")}}
 _LADDER_BARS = {512: 0.95, 2048: 0.90, 4000: 0.85}
 _ABLATED_TOKENS = 4000  # longest text that is also asked with dense and random visibility
 _NEEDLE_TOKENS = (128, 256, 512, 1024)
@@ -78,9 +80,9 @@ def skill(name: str, plan: Plan) -> Prepared:
         raise Skip(plan.material.lacks)
     groups: list[list[Target]] = []
     for i in range(plan.sizes.tasks):
-        options = {"tokens": _NEEDLE_TOKENS[i % len(_NEEDLE_TOKENS)]} if name == "needle" else {}
         try:
-            groups.append(targets(SKILLS[name].make(plan.random(name, i), plan.material, "held_out", **options)))
+            task = SKILLS[name].make(plan.random(name, i), plan.material, "held_out", **_options(name, i))
+            groups.append(targets(task))
         except ImportError as error:
             raise Skip(f"its tasks cannot be made: {error}") from error
 
@@ -92,6 +94,11 @@ def skill(name: str, plan: Plan) -> Prepared:
             if held.value > whole.value:
                 note = "; ".join(filter(None, (note, f"{held.value:.0%} hold the answer, with words around it or not")))
             rows.append(measure(name, whole, "share right", least=_BARS.get(name), note=note))
+        for together, kinds in _TOGETHER.get(name, {}).items():
+            part = _share((group for group in counted if group[0].task.level.startswith(kinds)), answers)
+            if part is not None:
+                label = f"{name}, {together}"
+                rows.append(measure(label, part, "share right", least=_BARS.get(label)))
         for level in dict.fromkeys(group[0].task.level for group in sorted(counted, key=_in_order)):
             part = _share((group for group in counted if group[0].task.level == level), answers)
             if part is not None and level:
@@ -100,6 +107,16 @@ def skill(name: str, plan: Plan) -> Prepared:
         return Measured(rows, {"guards": SKILLS[name].guards, "wrong": wrong[:10]})
 
     return Prepared([t.question for group in groups for t in group], measured)
+
+
+def _options(name: str, i: int) -> dict[str, Any]:
+    """What the i-th task of a skill is made with, so that each kind comes equally often."""
+    if name == "needle":
+        return {"tokens": _NEEDLE_TOKENS[i % len(_NEEDLE_TOKENS)]}
+    if name == "shapes":
+        asks = tuple(ASKS)
+        return {"ask": asks[i % len(asks)], "count": 1 + i // len(asks) % 2}
+    return {}
 
 
 def _in_order(group: Sequence[Target]) -> tuple[Any, ...]:
