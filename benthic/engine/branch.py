@@ -36,7 +36,6 @@ class _Often:
         "draw",
         "ended",
         "ends",
-        "flying",
         "index",
         "lease",
         "limit",
@@ -116,7 +115,6 @@ class Branch(_Often):
         self.lease: Lease | None = None
         self.planned = 0  # tokens that will be computed once all that is in flight is over
         self.pending = 0  # draws in flight
-        self.flying = 0  # steps in flight that it is part of
         self.asked = self.scored  # the same, once all that is in flight is over
         self.ended = False
         self.by_host = self.penalised or not _drawn_on_device(params)

@@ -136,7 +136,7 @@ class Loop:
         Ahead, that is: the next step is begun, and the one that runs is waited for and committed.
         """
         begun = perf_counter()
-        if not self.scheduler.unfinished and self._flight is None:
+        if self._flight is None and not self.scheduler.unfinished:
             self._since = begun
         self.scheduler.now = self.clock()
         messages = self.inbox.drain()
@@ -160,7 +160,7 @@ class Loop:
         else:
             self._flight = new
             self._land(before)
-        at_rest = not self.scheduler.unfinished and self._flight is None  # no other plan may come
+        at_rest = self._flight is None and not self.scheduler.unfinished  # no other plan may come
         if at_rest:
             self._let_go()
         if at_rest or begun - self._told > TELL_SECONDS:

@@ -54,6 +54,7 @@ class Queue(Generic[B]):
         """patience  seconds; 0: priorities are strict, and only deadlines go before order of arrival."""
         self.patience = patience
         self.tenants: dict[str, Tenant] = {}
+        self.contested = False  # is there more than one tenant to be fair to?
         self._waiting = 0
 
     def __len__(self) -> int:
@@ -82,6 +83,7 @@ class Queue(Generic[B]):
                 del self.tenants[other]
             tenant = self.tenants.setdefault(name, Tenant(name, 0.0 if least is None else least))
         tenant.live += branches
+        self.contested = len(self.tenants) > 1
         return tenant
 
     def leave(self, b: B, waiting: bool) -> None:
@@ -90,11 +92,6 @@ class Queue(Generic[B]):
         self._waiting -= waiting
         if not b.tenant.live:
             b.tenant.queues.clear()
-
-    @property
-    def contested(self) -> bool:
-        """Is there more than one tenant to be fair to?"""
-        return len(self.tenants) > 1
 
     # ---- waiting -----------------------------------------------------------------------------------------------------
 

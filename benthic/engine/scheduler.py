@@ -361,10 +361,9 @@ class Scheduler:
             draw += sample
             if lost and b in lost:
                 continue  # it will compute this again
-            b.flying -= 1
             b.pending -= sample
             if b.ended:
-                if not b.flying:
+                if not self._flies(b):
                     self._release(b)
                 continue
             if sample and not plain and draw in failures:  # nobody is to go on from what this step left of it
@@ -426,9 +425,9 @@ class Scheduler:
             for b in flight.branches:
                 if b in flight.lost or b.lease is None:
                     continue  # seen to already
-                b.flying = 0
                 if b.ended:
-                    self._release(b)
+                    if not self._flies(b):
+                        self._release(b)
                 elif error is not None and flight.step == plan.step:
                     self._end(b, error=error)
                 else:
@@ -809,7 +808,6 @@ class Scheduler:
         for b, count in rows.items():
             lease, start, pending = b.lease, b.planned, b.pending
             assert lease is not None
-            b.flying += 1
             b.planned = end = start + count
             if b.steady and end % size and not contested:  # most rows, and nothing else to say of them
                 ids = _UNKNOWN if pending else b.newest
@@ -884,7 +882,7 @@ class Scheduler:
     def _preempt(self, b: Branch) -> None:
         self.running.remove(b)
         self._release(b)
-        b.computed = b.planned = b.pending = b.flying = 0
+        b.computed = b.planned = b.pending = 0
         b.asked = b.scored
         for flight in self._flights:
             flight.lost.add(b)
@@ -907,12 +905,16 @@ class Scheduler:
         if b.lease is None:
             return
         self.running.remove(b)
-        if b.flying:
+        if self._flies(b):
             return
         if b.computed == b.prompt_tokens and any(other.lease is None and not other.output_tokens for other in live):
             self._parked.append(b)  # they go on from its state with the next step
         else:
             self._release(b)
+
+    def _flies(self, b: Branch) -> bool:
+        """Does a step in flight compute something for it?"""
+        return any(b in flight.branches and b not in flight.lost for flight in self._flights)
 
     def _release(self, b: Branch) -> None:
         assert b.lease is not None

@@ -195,9 +195,9 @@ def moment(loop: Loop, request: int) -> set[str]:
             waits = "for its prompt's state" if sibling else "for what others compute" if waits_for(loop, b) else ""
             found.add(f"waiting {waits}".strip() if not b.begun else "preempted")
         elif b.computed < b.prompt_tokens:
-            found.add("mid-prefill, in flight" if b.flying else "mid-prefill")
+            found.add("mid-prefill, in flight" if b.planned > b.computed else "mid-prefill")
         else:
-            found.add("decoding, a step ahead" if b.flying else "decoding")
+            found.add("decoding, a step ahead" if b.planned > b.computed else "decoding")
             if len(b.tokens) + b.pending >= b.limit:
                 found.add("in its last step")
         if b.lease is not None and any(scheduler.cache.blocks.references[block] > 1 for block in b.lease.blocks):
