@@ -129,7 +129,9 @@ class Streams(NamedTuple):
 
     def at(self, rows: Tensor) -> "Streams":
         """The same of some rows."""
-        return Streams(*(None if x is None else x.index_select(0, rows) for x in self))  # whole rows, not elements
+        s, pre, *pending = self
+        rest = [None if x is None else x.index_select(0, rows) for x in pending]  # it copies whole rows, [] elements
+        return Streams(s.index_select(0, rows), pre.index_select(0, rows), *rest)
 
 
 def settle(streams: Streams) -> Tensor:
