@@ -534,6 +534,22 @@ class OutOfMemory(EngineError):
         super().__init__(f"{what} needs {need_bytes} bytes, {have_bytes} are free; {remedy}")
 
 
+class HostMemoryNotLocked(EngineError):
+    """Host memory that a GPU was to read in place, and that the system does not lock where it is."""
+
+    code = "host_memory_not_locked"
+
+    def __init__(self, need_bytes: int, limit_bytes: int | None, detail: str):
+        """limit_bytes: of locked memory, for this process (`ulimit -l`); None: there is none."""
+        self.need_bytes, self.limit_bytes = need_bytes, limit_bytes
+        limit = "unlimited" if limit_bytes is None else f"{limit_bytes} bytes"
+        super().__init__(
+            f"{need_bytes} bytes of host memory cannot be locked for a GPU: {detail}; the limit of locked memory, "
+            f"ulimit -l, is {limit}; raise it (ulimit -l unlimited; of a container --ulimit memlock=-1; of a service "
+            "LimitMEMLOCK=infinity), free memory of the host, or set gpu.engram_tables to device"
+        )
+
+
 class GateFailed(EngineError):
     """Answers computed here are not the model's. Nothing is served."""
 

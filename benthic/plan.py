@@ -55,7 +55,7 @@ class Fit:
     gpu: Gpu
     count: int
     parts: tuple[Part, ...]
-    host_bytes: int  # pinned memory of the machine, all GPUs together
+    host_bytes: int  # locked memory of the machine, all GPUs together
     block_bytes: int
     blocks: int  # of 128 tokens that fit beside the parts; 0 where the parts alone do not fit
 
@@ -186,7 +186,7 @@ def render(plan: Fit) -> str:
         )
     if plan.host_bytes:
         lines.append(
-            f"host memory       {_spaced(plan.host_bytes):>16}  {plan.host_bytes / gib:8.2f} GiB  n-gram tables, pinned"
+            f"host memory       {_spaced(plan.host_bytes):>16}  {plan.host_bytes / gib:8.2f} GiB  n-gram tables, locked"
         )
     return "\n".join(lines)
 

@@ -9,6 +9,7 @@ TORCH_FREE = [
     "benthic",
     "benthic.config",
     "benthic.errors",
+    "benthic.host",
     "benthic.log",
     "benthic.metrics",
     "benthic.types",

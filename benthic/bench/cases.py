@@ -41,6 +41,7 @@ from benthic.kernels import (
     sample,
 )
 from benthic.models.deepseek_v41_config import ModelConfig, cache_spec, layer_plan
+from benthic.models.loading import locked
 from benthic.testing.checkpoints import tiny_config
 from benthic.types import NUMERICS
 
@@ -764,6 +765,12 @@ class Cases:
         at = storage.layout.part(layer, part)
         return kv_copy.Paged(storage.pool, at.data_offset, at.scale_offset, at.entries, at.channels, at.format)
 
+    def on_host(self, part: Tensor) -> Tensor:
+        """A copy in the memory that tables of a model have there."""
+        flat = part.view(torch.uint8).flatten()
+        room = locked(flat.nbytes, self.device, lambda room: torch.frombuffer(room, dtype=torch.uint8).copy_(flat))
+        return room.view(part.dtype).view(part.shape)
+
     def table(self, place: str) -> tuple[Tensor, Tensor]:
         """Codes and scales of an n-gram table."""
         count, width = self.sizes.table_rows, self.c.engram_head_dim
@@ -771,7 +778,7 @@ class Cases:
         def make() -> list[Tensor]:
             scales = self.make.integers(119, 122, count, width // 32, dtype=torch.uint8)
             parts = [self.make.fp8_codes(count, width), scales]
-            return parts if place == "device" else [part.cpu().pin_memory() for part in parts]
+            return parts if place == "device" else [self.on_host(part) for part in parts]
 
         codes, scales = self.keep(("table", place), make)
         return codes, scales

@@ -23,6 +23,7 @@ from pathlib import Path
 import benthic
 from benthic import config
 from benthic.errors import BadField, BenthicError, NativeBuildError
+from benthic.host import memory_bytes
 from benthic.types import NUMERICS
 
 GIB = 1 << 30
@@ -218,21 +219,6 @@ def _memory() -> Finding:
     if free < 2 * GIB:
         return Finding("memory", Status.SLOW, detail, "the packaged model wants 2 GiB; close other programs")
     return Finding("memory", Status.OK, detail)
-
-
-def memory_bytes() -> tuple[int, int]:
-    """(total, free) of what this process may use: the machine's memory, or its control group's limit if lower."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    total, free = page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
-    info = Path("/proc/meminfo")
-    if info.exists():
-        rows = dict(line.split(":", 1) for line in info.read_text().splitlines())
-        free = int(rows["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and (text := limit.read_text().strip()) != "max":
-        total = min(total, int(text))
-        free = min(free, int(text) - int(used.read_text()))
-    return total, max(free, 0)
 
 
 def _compiler(command: str) -> Finding:

@@ -381,7 +381,7 @@ class LLM:
         numerics   "reference", "production" or "float"; None: the configuration's.
         config     the whole configuration; None: defaults and environment.
         settings   single settings, spelled with two underscores for the dot: `scheduler__max_running=8`.
-        Raises     ConfigError, CheckpointError, UnknownModel, DeviceUnavailable, OutOfMemory.
+        Raises     ConfigError, CheckpointError, UnknownModel, DeviceUnavailable, OutOfMemory, HostMemoryNotLocked.
         """
         overrides: dict[str, object] = {key.replace("__", "."): value for key, value in settings.items()}
         if model:

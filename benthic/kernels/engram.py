@@ -75,8 +75,8 @@ def table_rows_reference(codes: Tensor, scales: Tensor, rows: Tensor, dtype: tor
 def table_rows(codes: Tensor, scales: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of a quantised table, widened.
 
-    codes    [N, W] float8_e4m3fn; scales [N, W/32] uint8 UE8M0. On the device of `rows`, or in pinned host memory,
-             which a GPU reads over the link.
+    codes    [N, W] float8_e4m3fn; scales [N, W/32] uint8 UE8M0. On the device of `rows`, or in locked host memory
+             (pinned or registered), which a GPU reads over the link.
     rows     [...] int64, 0 to N-1; may be empty.
     returns  [..., W] dtype, exact.
     Cost     memory bound: W * 33/32 bytes a row, at random places.

@@ -684,10 +684,11 @@ def from_checkpoint(
 ) -> DeepseekV41:
     """The backbone of an opened checkpoint on `device`, with its vision tower if it has one.
 
-    tables_on_host  for a model on a GPU: its n-gram tables stay in pinned host memory.
+    tables_on_host  for a model on a GPU: its n-gram tables stay in host memory, locked, which takes their bytes and no
+                    more.
     progress        has `update(bytes)`, called as tensors are taken; None: silent.
     Raises NonFiniteTensor, BadTokenizer, or BadConfigKey when the checkpoint's vocabulary does not compress to the
-    configured size.
+    configured size; OutOfMemory or HostMemoryNotLocked when the host cannot hold the tables.
     """
     config, device = checkpoint.config, torch.device(device)
     with device:
@@ -699,8 +700,9 @@ def from_checkpoint(
             layer.engram.embed.on_host = tables_on_host
     if device.type == "cuda":
         names = [*backbone_names(config), *vision_names(config)]
-        names = [name for name in names if not (tables_on_host and ".engram.embed." in name)]
-        with staged(checkpoint, device, names, progress) as source:
+        tables = {name for name in names if tables_on_host and ".engram.embed." in name}
+        names = [name for name in names if name not in tables]
+        with staged(checkpoint, device, names, progress, tables=tables) as source:
             model.load(source)
     else:
         model.load(checkpoint)

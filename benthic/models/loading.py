@@ -12,22 +12,29 @@ of the release has 2300 tensors of 3 MB in the mean; at 33 GB/s one is due each 
 the modules and here, under one lock for all threads; a future, an event and a wait for the copy of each would be 100.
 Copying to the place in the model moves 2 bytes of device memory a byte, packing experts 3: a tenth of the time.
 `benthic bench load` measures it.
+
+Tables that stay on the host are read by the same threads straight to the memory in which a GPU will read them.
 """
 
+import mmap
 import os
+import resource
 import threading
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from benthic.errors import TruncatedFile
+from benthic.errors import HostMemoryNotLocked, OutOfMemory, TruncatedFile
+from benthic.host import memory_bytes
 from benthic.models.weights import TORCH_DTYPES, Checkpoint, Stored
 
 WORKERS = 8  # one reads a file from memory at 5 to 8 GB/s, a link takes 55
@@ -91,13 +98,66 @@ def read(files: Mapping[Path, int], parts: Iterable[Part], start: int, end: int,
             first += got
 
 
+def locked(nbytes: int, device: torch.device, fill: Callable[[memoryview], object]) -> Tensor:
+    """Host memory of this size, to the page, that kernels of a GPU read in place.
+
+    Pinned tensors would be rounded up to a power of two. The memory is given back when the last tensor that lies in it
+    goes; the device is waited for then. A child that the process forks does not have it.
+
+    nbytes   > 0.
+    fill     puts the content there, before the memory is locked: threads then share the work of making its pages.
+    returns  [nbytes] uint8 on the CPU, page aligned; `is_pinned()` is true of it.
+    Raises   HostMemoryNotLocked; what `fill` raises.
+    """
+    try:
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise HostMemoryNotLocked(nbytes, _lock_limit(), f"it cannot be had, {error}") from error
+    with suppress(OSError):  # a system without large pages
+        pages.madvise(mmap.MADV_HUGEPAGE)  # 512 times fewer pages to make, to lock and to translate
+    pages.madvise(mmap.MADV_DONTFORK)  # of locked pages a child would get copies at once
+    array = np.frombuffer(pages, dtype=np.uint8)
+    fill(memoryview(pages))
+    at = array.ctypes.data
+    cuda: Any = torch.cuda.cudart()
+    with _on(device):
+        try:
+            torch.cuda.check_error(cuda.cudaHostRegister(at, nbytes, 0))  # 0: mapped for kernels, of every GPU
+        except torch.cuda.CudaError as error:
+            with suppress(RuntimeError):
+                torch.ones(1, device=device)  # the next launch is told of it, and must not be somebody else's
+            raise HostMemoryNotLocked(nbytes, _lock_limit(), str(error)) from error
+    # Tensors hold the array, the array holds the pages; what is registered here runs before they go. At exit it does
+    # not run at all, since threads may still be launching kernels; the system then takes everything back.
+    weakref.finalize(array, _unlock, at, device).atexit = False
+    return torch.from_numpy(array)
+
+
+def _unlock(at: int, device: torch.device) -> None:
+    cuda: Any = torch.cuda.cudart()
+    with _on(device):
+        torch.cuda.synchronize()  # a kernel may be reading there
+        torch.cuda.check_error(cuda.cudaHostUnregister(at))
+
+
+def _lock_limit() -> int | None:
+    """Bytes that this process may lock; None: any number."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _on(device: torch.device) -> Any:
+    """Makes it the current one, so that nothing is set up on another."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 class _Lane:
     """What one worker needs: two pieces, pinned where the device is a GPU, each with the event of its last copy."""
 
     def __init__(self, device: torch.device, piece_bytes: int):
         gpu = device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if gpu else None
-        with torch.cuda.device(device) if gpu else nullcontext():
+        with _on(device):
             self.pieces = [torch.empty(piece_bytes, dtype=torch.uint8, device="cpu", pin_memory=gpu) for _ in range(2)]
         arrays: list[Any] = [piece.numpy() for piece in self.pieces]
         self.rooms = [memoryview(array) for array in arrays]
@@ -146,6 +206,9 @@ class StagedCheckpoint:
     keeps its batch's buffer.
 
     device  a GPU, as a rule; on the CPU tensors are copies in memory.
+    tables  further names, whose tensors stay on the host and are read in place by the GPU (`locked`); each is read when
+            it is asked for, straight to its place.
+    Raises  OutOfMemory when the host has no room for the tables.
     """
 
     def __init__(
@@ -156,11 +219,17 @@ class StagedCheckpoint:
         progress: Any = None,
         workers: int = WORKERS,
         piece_bytes: int = PIECE_BYTES,
+        tables: Collection[str] = (),
     ):
+        if tables:
+            need, (_, free) = sum(checkpoint.stored[name].nbytes for name in tables), memory_bytes()
+            if need > free:
+                remedy = "free memory of the host, or set gpu.engram_tables to device"
+                raise OutOfMemory("holding tables in host memory", need, free, remedy)
         if device.type == "cuda" and device.index is None:  # other threads have another current one
             device = torch.device("cuda", torch.cuda.current_device())
         self.checkpoint, self.device, self.progress = checkpoint, device, progress
-        self._names = frozenset(names)
+        self._names, self._tables = frozenset(names), frozenset(tables)
         self._waiting = deque(batches(checkpoint.stored, names))
         self._batch_of = {name: batch for batch in self._waiting for name in batch.parts}
         self._ahead_bytes = 0
@@ -172,7 +241,9 @@ class StagedCheckpoint:
         self._fill()
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor in its stored dtype (F8_E8M0 as uint8). KeyError: no such name."""
+        """One tensor in its stored dtype (F8_E8M0 as uint8). KeyError: no such name. Raises HostMemoryNotLocked."""
+        if name in self._tables:
+            return self._table(name)
         if name not in self._names:
             return self.checkpoint.tensor(name)
         batch = self._batch_of.pop(name, None)
@@ -195,6 +266,22 @@ class StagedCheckpoint:
         if self.progress is not None:
             self.progress.update(stored.nbytes)
         return out[at : at + stored.nbytes].view(TORCH_DTYPES[stored.dtype]).view(stored.shape)
+
+    def _table(self, name: str) -> Tensor:
+        (batch,) = batches(self.checkpoint.stored, [name])
+        (part,) = batch.parts.values()
+
+        def fill(room: memoryview) -> None:
+            spans = list(batch.spans)
+            jobs = [self._pool.submit(read, self._files, [part], start, end, room[start:end]) for start, end in spans]
+            for job, (start, end) in zip(jobs, spans, strict=True):
+                job.result()
+                if self.progress is not None:
+                    self.progress.update(end - start)
+
+        with torch.inference_mode(False):
+            out = locked(batch.nbytes, self.device, fill)
+            return out.view(TORCH_DTYPES[part.stored.dtype]).view(part.stored.shape)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -242,12 +329,13 @@ def staged(
     *,
     workers: int = WORKERS,
     piece_bytes: int = PIECE_BYTES,
+    tables: Collection[str] = (),
 ) -> Iterator[StagedCheckpoint]:
     """A `StagedCheckpoint` that is closed at the end. progress: has `update(bytes)`; None: silent.
 
-    Raises TruncatedFile when a file has shrunk since it was opened.
+    Raises OutOfMemory; TruncatedFile when a file has shrunk since it was opened.
     """
-    source = StagedCheckpoint(checkpoint, device, names, progress, workers, piece_bytes)
+    source = StagedCheckpoint(checkpoint, device, names, progress, workers, piece_bytes, tables)
     try:
         yield source
     finally:

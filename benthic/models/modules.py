@@ -233,7 +233,7 @@ class PackedTable(nn.Module):
     """A lookup table kept in its FP8 bytes, one power-of-two scale per 32 channels; rows dequantise on reading.
 
     The tables are the bulk of the parameters, so they are never expanded, and on the CPU never copied: the tensors are
-    the checkpoint's own, which may be a memory map. For a model on a GPU they lie beside it, or in pinned host memory.
+    the checkpoint's own, which may be a memory map. For a model on a GPU they lie beside it, or in locked host memory.
     """
 
     def __init__(self, rows: int, channels: int, numerics: Numerics):
@@ -257,6 +257,8 @@ class PackedTable(nn.Module):
     def load(self, source: TensorSource, name: str) -> None:
         codes, scales = source.tensor(f"{name}.weight"), source.tensor(f"{name}.scale").view(torch.uint8)
         if self.over_link:
-            self.codes, self.scales = codes.cpu().pin_memory(), scales.cpu().pin_memory()
+            assert codes.is_pinned(), f"a GPU cannot read {name}.weight where it lies"
+            assert scales.is_pinned(), f"a GPU cannot read {name}.scale where it lies"
+            self.codes, self.scales = codes, scales
         else:
             self.codes, self.scales = codes.to(self.device), scales.to(self.device)

@@ -107,8 +107,3 @@ def test_native_kernels_that_are_asked_for_and_missing_are_a_failure(monkeypatch
     found = find(doctor.examine(Config(cpu=CpuConfig(native="on", compiler="abc", cache_dir="d"))), "native")
     assert found.status is Status.FAILED
     assert "on abc d" in found.remedy
-
-
-def test_memory_is_within_the_machine() -> None:
-    total, free = doctor.memory_bytes()
-    assert 0 < free <= total

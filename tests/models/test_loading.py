@@ -1,19 +1,30 @@
-"""Tensors on their way to a device: equal to the file's, read once each, in any order, wherever they are cut."""
+"""Tensors on their way to a device: equal to the file's, read once each, in any order, wherever they are cut; tables
+that stay on the host, in memory of their size, locked as long as somebody has them."""
 
+import ctypes
+import gc
+import mmap
 import os
+import re
+import resource
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
-from benthic.errors import TruncatedFile
+from benthic import plan
+from benthic.engine.llm import LLM
+from benthic.errors import HostMemoryNotLocked, OutOfMemory, TruncatedFile
+from benthic.kernels import engram
 from benthic.models import deepseek_v41, loading
 from benthic.models.deepseek_v41_config import tensors
-from benthic.models.loading import ALIGNMENT, batches, staged
+from benthic.models.loading import ALIGNMENT, batches, locked, staged
 from benthic.models.weights import Checkpoint
 from benthic.testing.checkpoints import make_tiny
-from benthic.types import NUMERICS
+from benthic.types import NUMERICS, SamplingParams
 
 CPU = torch.device("cpu")
 
@@ -158,3 +169,213 @@ def test_tensors_on_a_gpu_are_those_of_the_file(checkpoint: Checkpoint, workers:
             tensor.view(-1).view(torch.uint8).fill_(0xA5)
     for name, tensor in zip(sorted(names), kept, strict=True):
         assert equal(tensor.cpu(), checkpoint.tensor(name)), name
+
+
+# ---- tables on the host ----------------------------------------------------------------------------------------------
+
+
+class Driver:
+    """What locks memory, in the place of CUDA's runtime: keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, int] = {}  # address -> bytes
+        self.flags: set[int] = set()
+        self.asleep = 0  # how often the device was waited for
+        self.late = False  # was memory gone before it was unlocked?
+        self.answer = 0
+
+    class cudaError(int):
+        success = 0
+
+    def cudaGetErrorString(self, code: int) -> str:
+        return f"error number {code}"
+
+    def cudaHostRegister(self, at: int, nbytes: int, flags: int) -> int:
+        if not self.answer:
+            assert at not in self.held
+            self.held[at] = nbytes
+            self.flags.add(flags)
+        return self.answer
+
+    def cudaHostUnregister(self, at: int) -> int:
+        self.late |= ctypes.CDLL(None).msync(ctypes.c_void_p(at), self.held.pop(at), 1) != 0  # fails where no pages are
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+
+    def wait() -> None:
+        made.asleep += 1
+
+    monkeypatch.setattr(torch.cuda, "_cudart", made, raising=False)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    return made
+
+
+def table_names(checkpoint: Checkpoint) -> list[str]:
+    return [name for name in checkpoint.specs if ".engram.embed." in name]
+
+
+@pytest.mark.usefixtures("small_jobs")
+def test_tables_are_those_of_the_file_in_memory_of_their_size(
+    checkpoint: Checkpoint, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables, taken, most = table_names(checkpoint), list[int](), list[int]()
+
+    class Progress:
+        def update(self, nbytes: int) -> None:
+            taken.append(nbytes)
+
+    plain = os.preadv
+
+    def watched(file: int, rooms: list[Any], offset: int) -> int:
+        most.append(len(rooms[0]))
+        return plain(file, rooms, offset)
+
+    monkeypatch.setattr(os, "preadv", watched)
+    with torch.inference_mode(), staged(checkpoint, CPU, [], Progress(), tables=tables) as source:
+        held = {name: source.tensor(name) for name in tables}
+    for name, tensor in held.items():
+        assert equal(tensor, checkpoint.tensor(name)), name
+        assert not tensor.is_inference()
+        assert tensor.data_ptr() % mmap.PAGESIZE == 0
+        assert driver.held[tensor.data_ptr()] == checkpoint.stored[name].nbytes
+    assert driver.flags == {0}
+    total = sum(driver.held.values())
+    assert sum(taken) == total == plan.fit(checkpoint.config, plan.GPUS["H200"]).host_bytes, "as inspect --fit tells"
+    assert max(most) <= loading.JOB_BYTES, "straight from the file, in pieces"
+    assert max(taken) <= loading.JOB_BYTES, "and told as they come"
+
+
+def test_memory_is_locked_as_long_as_a_tensor_lies_in_it(driver: Driver) -> None:
+    def fill(room: memoryview) -> None:
+        assert not driver.held, "pages are made before they are locked"
+        room[:] = bytes(range(256)) * 40
+
+    tensor = locked(10240, CPU, fill)
+    at = tensor.data_ptr()
+    assert tensor.tolist() == list(range(256)) * 40
+    part = tensor[512:].view(torch.float32)
+    del tensor
+    gc.collect()
+    assert driver.held == {at: 10240}
+    assert driver.asleep == 0
+    assert part.view(torch.uint8)[:3].tolist() == [0, 1, 2]
+    del part
+    gc.collect()
+    assert not driver.held
+    assert driver.asleep == 1, "a kernel may have been reading"
+    assert not driver.late
+
+
+def test_a_child_does_not_have_locked_memory(driver: Driver) -> None:
+    """Else the system would copy all of it for a process that only starts another."""
+    tensor = locked(1 << 20, CPU, lambda room: None)
+    entry = re.search(rf"^{tensor.data_ptr():x}-.*?^VmFlags:([^\n]*)", smaps(), re.MULTILINE | re.DOTALL)
+    if entry is None:
+        pytest.skip("this system tells no flags of memory")
+    assert "dc" in entry[1].split()
+    assert driver.held
+
+
+def smaps() -> str:
+    try:
+        with open("/proc/self/smaps") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def test_memory_that_is_not_locked(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver.answer = 2
+    for limit, said in ((8 << 20, "8388608 bytes"), (resource.RLIM_INFINITY, "unlimited")):
+        monkeypatch.setattr(resource, "getrlimit", lambda which, limit=limit: (limit, resource.RLIM_INFINITY))
+        with pytest.raises(HostMemoryNotLocked) as raised:
+            locked(12345, CPU, lambda room: None)
+        for part in ("12345 bytes", "error number 2", f"ulimit -l, is {said};", "memlock=-1", "gpu.engram_tables"):
+            assert part in str(raised.value)
+    with pytest.raises(HostMemoryNotLocked, match="cannot be had"):
+        locked(1 << 60, CPU, lambda room: None)
+    gc.collect()
+    assert not driver.asleep, "nothing was locked, nothing is unlocked"
+
+
+def test_tables_that_the_host_has_no_room_for(
+    checkpoint: Checkpoint, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = table_names(checkpoint)
+    need = sum(checkpoint.stored[name].nbytes for name in tables)
+    monkeypatch.setattr(loading, "memory_bytes", lambda: (1 << 40, need))
+    with staged(checkpoint, CPU, [], tables=tables):
+        pass
+    monkeypatch.setattr(loading, "memory_bytes", lambda: (1 << 40, need - 1))
+    with (
+        pytest.raises(OutOfMemory, match=f"{need} bytes, {need - 1} are free.*gpu.engram_tables"),
+        staged(checkpoint, CPU, [], tables=tables),
+    ):
+        pass
+    with staged(checkpoint, CPU, tables):
+        pass
+    assert not driver.held
+
+
+def test_a_table_whose_file_shrank(tmp_path: Path, driver: Driver) -> None:
+    checkpoint = Checkpoint.open(make_tiny(tmp_path / "tiny"))
+    name = table_names(checkpoint)[0]
+    stored = checkpoint.stored[name]
+    with staged(checkpoint, CPU, [], tables=[name]) as source:
+        os.truncate(stored.shard, stored.offset + stored.nbytes - 1)
+        with pytest.raises(TruncatedFile, match="cut short"):
+            source.tensor(name)
+    assert not driver.held
+
+
+@pytest.mark.gpu
+def test_a_gpu_reads_tables_in_place(checkpoint: Checkpoint) -> None:
+    model = deepseek_v41.from_checkpoint(checkpoint, NUMERICS["production"], "cuda", tables_on_host=True)
+    far = [layer.engram.embed for layer in model.layers if layer.engram is not None]
+    assert len(far) == 2
+    for table in far:
+        assert table.over_link
+        assert table.codes.is_pinned()
+        assert table.scales.is_pinned()
+        rows = torch.randint(0, table.shape[0], (5, 7))
+        want = engram.table_rows_reference(table.codes, table.scales, rows, torch.bfloat16)
+        assert torch.equal(table(rows.cuda()).cpu(), want)
+    stored = dict(
+        zip(table_names(checkpoint), (part for table in far for part in (table.codes, table.scales)), strict=True)
+    )
+    for name, tensor in stored.items():
+        assert equal(tensor, checkpoint.tensor(name)), name
+
+
+@pytest.mark.gpu
+def test_locked_memory_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unlocked when it is gone; and what the driver refuses is not told to the next launch."""
+    device, nbytes, cuda = torch.device("cuda", torch.cuda.current_device()), 3 << 20, cast("Any", torch.cuda.cudart())
+    tensor = locked(nbytes, device, lambda room: None)
+    at = tensor.data_ptr()
+    assert tensor.is_pinned()
+    assert tensor[4097:].is_pinned()
+    del tensor
+    gc.collect()
+    assert int(cuda.cudaHostUnregister(at)) != 0, "it is registered no more"
+    with suppress(RuntimeError):
+        torch.ones(1, device=device).item()  # takes that call's error with it
+    refused = SimpleNamespace(cudaHostRegister=lambda at, nbytes, flags: cuda.cudaHostRegister(0, nbytes, flags))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: refused)
+    with pytest.raises(HostMemoryNotLocked):
+        locked(nbytes, device, lambda room: None)
+    assert torch.ones(3, device=device).add_(1).sum().item() == 6.0
+
+
+@pytest.mark.gpu
+def test_where_tables_lie_changes_no_token(checkpoint: Checkpoint) -> None:
+    params, found = SamplingParams(max_tokens=8, temperature=0.0), list[Any]()
+    for place in ("device", "host"):
+        with LLM(str(checkpoint.path), device="cuda", gpu__engram_tables=place) as llm:
+            found.append(llm.generate([[0, 17, 400, 23, 5], [0, 9]], params))
+    assert [out.token_ids for out in found[0]] == [out.token_ids for out in found[1]]
