@@ -53,6 +53,7 @@ from benthic.models.modules import (
     activation_dtype,
     carried,
     check_finite,
+    check_fp4,
     empty_fp4,
     fp8_grid,
     join,
@@ -443,6 +444,8 @@ class MoE(nn.Module):
                 self.w13.data[e, inner:] = read_weight(source, f"{expert}.w3", "fp4")
                 self.w2.data[e] = read_weight(source, f"{expert}.w2", "fp4")
         if isinstance(self.w13, quant.Fp4Matrix) and isinstance(self.w2, quant.Fp4Matrix):
+            check_fp4(f"{name}.experts", ("w1", "w3"), self.w13)
+            check_fp4(f"{name}.experts", ("w2",), self.w2)
             self.w13, self.w2 = moe_experts.prepare(self.w13, self.w2, self.numerics)
         self.shared_w13.load_rows(source, f"{name}.shared_experts.w1", 0)
         self.shared_w13.load_rows(source, f"{name}.shared_experts.w3", self.shared_w13.matrix.shape[0] // 2)

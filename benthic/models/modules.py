@@ -5,7 +5,7 @@ is widened inside the product. On a CPU it lives in a compute form: bfloat16, wh
 2^k exactly, and float32 in the `float` profile. `packs` decides, from where tensors are being made and the profile.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Generic, Literal, Protocol, TypeVar, cast
@@ -175,7 +175,8 @@ def join(a: Linear, b: Linear) -> quant.Matrix:
 def check_finite(model: nn.Module) -> None:
     """What was loaded are numbers: a scale that is none makes a whole block of weights so.
 
-    Raises  NonFiniteTensor, naming the first weight. Lookup tables are left out: they are not read whole.
+    Raises  NonFiniteTensor, naming the first weight. Lookup tables are left out: they are not read whole; so are packed
+            experts, which are looked at before they take a form of their device's own (`check_fp4`).
     Cost    one pass over the weights; waits for the device once.
     """
     names: list[str] = []
@@ -184,22 +185,31 @@ def check_finite(model: nn.Module) -> None:
         for part, value in module.named_parameters(name, recurse=False):
             names.append(part)
             sums.append(value.detach().sum(dtype=torch.float32))
-        packed = [(f"{name}.weight", module.packed)] if isinstance(module, Linear) else []
-        packed += [(f"{name}.{part}", getattr(module, part, None)) for part in ("w13", "w2")]
-        for part, weight in packed:
-            if isinstance(weight, quant.Fp8Matrix | quant.Fp4Matrix):
-                names.append(part)
-                bad = (weight.scales == 255).any()
-                if isinstance(weight, quant.Fp8Matrix):
-                    bad = bad | ((weight.codes.view(torch.uint8) & 0x7F) == 0x7F).any()
+        if isinstance(module, Linear) and module.packed is not None:
+            names.append(f"{name}.weight")
+            weight = module.packed
+            if isinstance(weight, quant.Fp8Matrix):
+                bad = (weight.scales == 255).any() | ((weight.codes.view(torch.uint8) & 0x7F) == 0x7F).any()
                 sums.append(torch.where(bad, torch.nan, 0.0))
-            elif isinstance(weight, quant.RowMatrix):
-                names.append(part)
+            else:
                 sums.append(weight.scales.sum())
     finite = torch.isfinite(torch.stack(sums)).tolist() if sums else []
     for name, fine in zip(names, finite, strict=True):
         if not fine:
             raise NonFiniteTensor(name)
+
+
+def check_fp4(name: str, parts: Sequence[str], weight: quant.Fp4Matrix) -> None:
+    """The scales of a stack of experts are numbers; any FP4 code is one.
+
+    name    of the experts in the file, as in "layers.5.ffn.experts".
+    parts   which matrices an expert's rows are, as in ("w1", "w3"): one behind the other, of equal height.
+    Raises  NonFiniteTensor, naming the first scale.
+    Cost    reads the scales once; waits for the device.
+    """
+    tops = weight.scales.unflatten(1, (len(parts), -1)).flatten(2).amax(2)  # [E, parts]
+    for expert, part in (tops == 255).nonzero().tolist():
+        raise NonFiniteTensor(f"{name}.{expert}.{parts[part]}.scale")
 
 
 class RMSNorm(nn.Module):

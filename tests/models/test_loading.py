@@ -1,5 +1,5 @@
 """Tensors on their way to a device: equal to the file's, read once each, in any order, wherever they are cut; tables
-that stay on the host, in memory of their size, locked as long as somebody has them."""
+that stay on the host, in memory of their size, locked as long as somebody has them; scales that are no numbers."""
 
 import ctypes
 import gc
@@ -7,6 +7,7 @@ import mmap
 import os
 import re
 import resource
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +18,15 @@ import torch
 
 from benthic import plan
 from benthic.engine.llm import LLM
-from benthic.errors import HostMemoryNotLocked, OutOfMemory, TruncatedFile
-from benthic.kernels import engram
+from benthic.errors import HostMemoryNotLocked, NonFiniteTensor, OutOfMemory, TruncatedFile
+from benthic.kernels import backends, engram
 from benthic.models import deepseek_v41, loading
-from benthic.models.deepseek_v41_config import tensors
+from benthic.models.deepseek_v41 import MoE
+from benthic.models.deepseek_v41_config import ModelConfig, tensors
 from benthic.models.loading import ALIGNMENT, batches, locked, staged
+from benthic.models.modules import packed_weights
 from benthic.models.weights import Checkpoint
-from benthic.testing.checkpoints import make_tiny
+from benthic.testing.checkpoints import make_tiny, random_tensors, tiny_config
 from benthic.types import NUMERICS, SamplingParams
 
 CPU = torch.device("cpu")
@@ -379,3 +382,64 @@ def test_where_tables_lie_changes_no_token(checkpoint: Checkpoint) -> None:
         with LLM(str(checkpoint.path), device="cuda", gpu__engram_tables=place) as llm:
             found.append(llm.generate([[0, 17, 400, 23, 5], [0, 9]], params))
     assert [out.token_ids for out in found[0]] == [out.token_ids for out in found[1]]
+
+
+# ---- scales of experts -----------------------------------------------------------------------------------------------
+
+
+class Damaged:
+    """Tensors by name; one scale of one of them is no number."""
+
+    def __init__(self, held: dict[str, torch.Tensor], name: str = "", at: int = 0):
+        self.held, self.name, self.at = held, name, at
+
+    def tensor(self, name: str) -> torch.Tensor:
+        found = self.held[name]
+        if name == self.name:
+            found = found.clone()
+            found.view(torch.uint8).view(-1)[self.at] = 255
+        return found
+
+
+@pytest.fixture(scope="module")
+def experts() -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+    config = ModelConfig.from_json(tiny_config(n_routed_experts=4, hidden_size=128, vision_config=None))
+    return config, {name: value for name, value in random_tensors(config) if name.startswith("layers.3.ffn.")}
+
+
+@pytest.fixture(params=["as they are", "for streaming"])
+def prepared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Experts that keep their bytes, and in the form that a Hopper GPU streams, packed by an interpreter."""
+    if request.param == "as they are":
+        with packed_weights():
+            yield "Fp4Matrix"
+        return
+    pytest.importorskip("triton")
+    from benthic.kernels.triton import moe_experts, moe_experts_hopper
+
+    monkeypatch.setattr(moe_experts, "_hopper", lambda: moe_experts_hopper)
+    with packed_weights(), backends.use("triton"):
+        yield "Packed"
+
+
+@pytest.mark.parametrize(("expert", "part", "at"), [(0, "w1", 0), (2, "w1", -1), (3, "w3", 0), (1, "w2", 77)])
+@pytest.mark.parametrize("numerics", ["production", "reference"])
+def test_scales_of_packed_experts_that_are_no_numbers(
+    experts: tuple[ModelConfig, dict[str, torch.Tensor]], prepared: str, numerics: str, expert: int, part: str, at: int
+) -> None:
+    config, held = experts
+    moe = MoE(config.text, 4, 2, NUMERICS[numerics], images=False)
+    name = f"layers.3.ffn.experts.{expert}.{part}.scale"
+    with pytest.raises(NonFiniteTensor, match=re.escape(f"weight {name} holds")):
+        moe.load(Damaged(held, name, at), "layers.3.ffn")
+
+
+def test_packed_experts_that_are_numbers(experts: tuple[ModelConfig, dict[str, torch.Tensor]], prepared: str) -> None:
+    """Also at the ends of what a scale may be."""
+    config, held = experts
+    held = {name: value.clone() for name, value in held.items()}
+    held["layers.3.ffn.experts.1.w3.scale"].view(torch.uint8)[0] = 254
+    held["layers.3.ffn.experts.1.w2.scale"].view(torch.uint8)[0] = 0
+    moe = MoE(config.text, 4, 2, NUMERICS["production"], images=False)
+    moe.load(Damaged(held), "layers.3.ffn")
+    assert type(moe.w13).__name__ == type(moe.w2).__name__ == prepared
