@@ -130,8 +130,7 @@ class _Flight(NamedTuple):
     step: int
     # of each chunk; the plan says the same, but a step later its records are in no cache any more
     branches: list[Branch]
-    counts: list[int]  # tokens
-    samples: list[bool]
+    shapes: list[tuple[int, bool]] | None  # tokens, and is one drawn; None: each has one, and draws one
     saved: list[tuple[Branch, int, int]]  # branch, tokens before the state, slot it is saved to
     images: list[int]  # requests whose image rows it makes
     lost: set[Branch]  # preempted since: what it computes for them does not count
@@ -355,9 +354,9 @@ class Scheduler:
         digests, size, draw = result.digests, self.cache.block_tokens, -1
         plain = not (failures or logprobs or scores or digests)  # tokens, and nothing else
         lost, new_event = flight.lost, TokenEvent.__new__  # called directly, it takes two thirds of the time
-        counts, samples = flight.counts, flight.samples
+        shapes = flight.shapes
         for i, b in enumerate(flight.branches):
-            count, sample = counts[i], samples[i]
+            count, sample = (1, True) if shapes is None else shapes[i]
             draw += sample
             if lost and b in lost:
                 continue  # it will compute this again
@@ -871,11 +870,11 @@ class Scheduler:
         self._parked.clear()
         self._step += 1
         if rows:
-            all_draw = len(draws) == len(chunks)
-            samples = [True] * len(draws) if all_draw else [chunk.sample for chunk in chunks]
-            made, counts = [request for request, _ in images], list(rows.values())
-            self.planned_tokens = sum(counts)
-            self._flights.append(_Flight(self._step, list(rows), counts, samples, saved, made, set()))
+            self.planned_tokens = sum(rows.values())
+            alike = self.planned_tokens == len(chunks) == len(draws)
+            shapes = None if alike else [(len(chunk.tokens), chunk.sample) for chunk in chunks]
+            made = [request for request, _ in images]
+            self._flights.append(_Flight(self._step, list(rows), shapes, saved, made, set()))
         edges = tuple(copies), tuple(saves)
         return StepPlan(self._step, tuple(chunks), tuple(draws), tuple(scores), over, tuple(images), *edges)
 
