@@ -7,6 +7,7 @@ held-out documents: the distribution of the token behind the prompt, and the gre
 
 import math
 import random
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -50,11 +51,13 @@ class Options:
 
 
 def keys(seed: int, tokens: int = LONG_TOKENS) -> list[Measure]:
-    """Hashing a prompt that comes as a list, beside what SHA-256 alone takes for as many bytes; finding all of it."""
+    """Hashing a prompt as a request holds it and as a list, beside what SHA-256 alone takes for as many bytes; finding
+    all of it."""
     rng = random.Random(seed)
-    ids = [rng.randrange(129280) for _ in range(tokens)]
-    root = prefix.root(prefix.namespace(b"bench"))
+    listed = [rng.randrange(129280) for _ in range(tokens)]
+    ids, root = array("I", listed), prefix.root(prefix.namespace(b"bench"))
     hashing = [_timed(lambda: prefix.chain(root, ids, BLOCK)) for _ in range(5)]
+    reading = [_timed(lambda: prefix.chain(root, listed, BLOCK)) for _ in range(5)]
     chain, content = prefix.chain(root, ids, BLOCK), bytes(len(root) + 4 * BLOCK)
     floor = [_timed(lambda: [sha256(content).digest() for _ in chain]) for _ in range(5)]
     cache = CacheManager(len(chain) + 2, 2, BLOCK, prefix=True)
@@ -63,9 +66,10 @@ def keys(seed: int, tokens: int = LONG_TOKENS) -> list[Measure]:
     assert cache.grow(lease, tokens)
     cache.publish(lease, chain, 0.0)
     finding = [_timed(lambda: cache.find(chain, 0.0)) for _ in range(5)]
-    a_block, least = ([1e6 * each / len(chain) for each in taken] for taken in (hashing, floor))
+    a_block, of_list, least = ([1e6 * each / len(chain) for each in taken] for taken in (hashing, reading, floor))
     return [
         _measure("hash a block of 128", a_block, "us", target=2.0),
+        _measure("hash a block of a list", of_list, "us"),
         _measure("SHA-256 alone", least, "us"),
         _measure(f"look up {tokens} tokens", [1e3 * each for each in finding], "ms", target=20.0),
     ]

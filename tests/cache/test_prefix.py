@@ -52,6 +52,17 @@ def test_a_chain_can_be_continued_anywhere():
         assert head + prefix.chain(head[-1] if head else ROOT, ids[cut:], BLOCK) == whole
 
 
+@pytest.mark.parametrize("count", [255 * 2, 256 * 2, 256 * 2 + 1, 700 * 2])
+def test_a_long_chain_is_its_blocks_one_by_one(count: int):
+    """Beyond what is converted together, with extras by the number of the block."""
+    ids = [(7 * i) % 4000 for i in range(count)]
+    wanted, before = [], ROOT
+    for number in range(count // BLOCK):
+        (before,) = prefix.chain(before, ids[BLOCK * number : BLOCK * (number + 1)], BLOCK, lambda _: b"%d" % number)  # noqa: B023
+        wanted.append(before)
+    assert prefix.chain(ROOT, ids, BLOCK, lambda number: b"%d" % number) == wanted
+
+
 def test_whatever_decides_what_a_block_holds_changes_its_key():
     ids = [1, 2, 3, 4]
     images = prefix.chain(ROOT, ids, BLOCK, lambda i: b"digest" if i == 1 else b"")
