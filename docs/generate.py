@@ -8,6 +8,7 @@ from pathlib import Path
 import gate_tables
 import kernel_tables
 import loop_tables
+import minnow_tables
 import schedule_tables
 
 from benthic import config, metrics
@@ -30,8 +31,9 @@ PAGES: dict[str, Callable[[], str]] = {
     "configuration.md": config.markdown,
     "metrics.md": metrics.markdown,
     "kernels.md": tables("kernels.md", kernel_tables.BLOCKS),
-    "../README.md": tables("../README.md", kernel_tables.README),
+    "../README.md": tables("../README.md", kernel_tables.README | minnow_tables.README),
     "cpu.md": tables("cpu.md", kernel_tables.OF_CPU),
+    "minnow.md": tables("minnow.md", minnow_tables.OF_MINNOW),
     "correctness.md": tables("correctness.md", gate_tables.BLOCKS),
     "determinism.md": tables("determinism.md", loop_tables.BLOCKS),
     "cache.md": tables("cache.md", loop_tables.OF_CACHE),

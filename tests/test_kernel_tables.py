@@ -194,6 +194,36 @@ def test_gate(tables: ModuleType, tmp_path: Path) -> None:
     ]
 
 
+def test_minnow(tables: ModuleType, tmp_path: Path) -> None:
+    minnow = import_module("minnow_tables")
+    assert minnow.bars("") == minnow.parts("") == "Not measured yet: `benthic bench eval --data valid.jsonl.xz`."
+    share = {"unit": "share right", "n": 64, "standard_error": 0.012}
+    measures: list[dict[str, Any]] = [
+        {"name": "bits per byte", "value": 0.61234, "unit": "bits/byte", "target": 0.62, "better": "less"},
+        share | {"name": "needle among 512 tokens", "value": 0.94, "target": 0.95, "better": "more"},
+        share | {"name": "needle among 512 tokens, dense", "value": 1.0},
+        share | {"name": "needle among 512 tokens, random", "value": 0.02, "target": 0.1, "better": "less"},
+        {"name": "perplexity", "value": 5.3, "unit": "per token"},
+    ]
+    found = {
+        "measures": measures,
+        "suites": {"bits": {"measures": measures[:1]}, "ladder": {"measures": measures[1:3]}},
+    }
+    path = tmp_path / "amd-epyc-2-cores" / "eval-minnow-reference.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(HEAD | found))
+    assert minnow.bars("").splitlines()[0].startswith("From [eval-minnow-reference.json](results/amd-epyc-2-cores/")
+    assert minnow.bars("../").splitlines()[4:] == [
+        "| bits per byte | 0.612 | <= 0.62 | met |  |",
+        "| needle among 512 tokens | 94.0 ± 1.2 % | >= 95 % | missed | dense 100.0 ± 1.2 %; random 2.0 ± 1.2 % |",
+    ]
+    assert minnow.parts("../").splitlines()[4:] == [
+        "| `bits` | bits per byte | 0.612 | bits/byte |  |",
+        "| `ladder` | needle among 512 tokens | 94.0 ± 1.2 % | share right | 64 |",
+        "|  | needle among 512 tokens, dense | 100.0 ± 1.2 % | share right | 64 |",
+    ]
+
+
 def test_loop(tables: ModuleType, tmp_path: Path) -> None:
     loop = import_module("loop_tables")
     command = "Not measured yet: `benthic bench step --profile --model minnow --device cpu`."
