@@ -17,6 +17,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+from benthic import plots
 from benthic.bench import report
 from benthic.bench.numerics import answers
 from benthic.bench.report import Measure
@@ -300,8 +301,7 @@ def run(config: Config, options: Options, say: Callable[[str], None] = lambda _:
 
 def plot_eviction(measures: Sequence[Measure], path: Path) -> None:
     """Hit share over the size of the pool, a line an order."""
-    from matplotlib import pyplot
-
+    pyplot = plots.pyplot()
     figure, axis = pyplot.subplots(figsize=(6, 4), layout="constrained")
     for name in ("lru", "s3-fifo"):
         points = [

@@ -201,7 +201,7 @@ def files_alone(checkpoint: Checkpoint, names: Sequence[str], workers: int) -> f
 def staged(checkpoint: Checkpoint, names: Sequence[str], device: torch.device, workers: int, piece_bytes: int) -> float:
     """Seconds until every tensor was on the device; nothing is done with them."""
     started = perf_counter()
-    with loading.staged(checkpoint, device, names, workers=workers, piece_bytes=piece_bytes) as source:
+    with loading.StagedCheckpoint(checkpoint, device, names, workers=workers, piece_bytes=piece_bytes) as source:
         for name in names:
             source.tensor(name)
     wait(device)

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benthic import plots
 from benthic.bench import report
 from benthic.bench.cases import LOGITS, RELEASE, SMALL, Case, Cases
 from benthic.bench.operands import Operands, RandomSource, block_tables, decode_rows, spread_loads
@@ -27,7 +28,7 @@ from benthic.bench.parts import Parts, time_parts
 from benthic.bench.report import Measure
 from benthic.bench.timing import Ceilings, Run, Timer, capture, measure_ceilings, release, trace
 from benthic.cache.spec import block_layout, blocks_for
-from benthic.errors import BenchError
+from benthic.errors import BenchError, MissingDependency
 from benthic.kernels import backends, sample
 from benthic.models import deepseek_v41
 from benthic.models.base import Batch
@@ -607,20 +608,17 @@ def table(found: dict[str, Any]) -> str:
 def picture(found: dict[str, Any], path: Path) -> Path | None:
     """A stacked bar a step, its parts from the largest, and the floor as a line across it. None without matplotlib."""
     steps = [step for step in found["steps"] if "error" not in step]
-    try:
-        import matplotlib
-    except ImportError:
-        return None
     if not steps:
         return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    try:
+        pyplot = plots.pyplot()
+    except MissingDependency:
+        return None
     parts = sorted({part for step in steps for part in step["parts_ms"]})
     parts.sort(key=lambda part: -sum(step["parts_ms"].get(part, 0.0) / step["step_ms"] for step in steps))
     counts = list(dict.fromkeys(step["rows"] for step in steps))
     figure, axes = pyplot.subplots(1, len(counts), figsize=(3.2 + 2.6 * len(counts), 5.2), squeeze=False)
-    colours = pyplot.get_cmap("tab20").colors  # pyright: ignore[reportAttributeAccessIssue]
+    colours = pyplot.get_cmap("tab20").colors
     for axis, rows in zip(axes[0], counts, strict=True):
         here = [step for step in steps if step["rows"] == rows]
         base = [0.0] * len(here)

@@ -282,13 +282,14 @@ def _backbone(args: argparse.Namespace) -> int:
     begin = time.monotonic()
     import torch
 
+    from benthic import plots
     from benthic.models.deepseek_v41_config import ModelConfig
     from benthic.text.tokenizer import Tokenizer
     from benthic.train import data, evaluate, loop, loss, pack, rows
     from benthic.train.settings import Settings
 
     device = _device(args.device)
-    loop.pyplot()  # what the end needs is asked for before the beginning
+    plots.pyplot()  # what the end needs is asked for before the beginning
     settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
     manifest, tokenizer = data.Manifest.read(args.data), Tokenizer.from_dir(args.data)
     config_json = pack.read_config(args.data)
@@ -409,12 +410,13 @@ def _drafter(args: argparse.Namespace) -> int:
     begin = time.monotonic()
     import torch
 
+    from benthic import plots
     from benthic.models.weights import Checkpoint
     from benthic.text.tokenizer import Tokenizer
     from benthic.train import data, drafter, loop, loss, rows
 
     device = _device(args.device)
-    loop.pyplot()  # what the end needs is asked for before the beginning
+    plots.pyplot()  # what the end needs is asked for before the beginning
     ids, manifest = loss.Ids.of(Tokenizer.from_dir(args.data)), data.Manifest.read(args.data)
     values = {name: getattr(args, name) for name in drafter.OPTIONS}
     if args.generated is not None:

@@ -41,7 +41,7 @@ from benthic.models.deepseek_v41_vision import (
     scaled,
 )
 from benthic.models.device_memory import DeviceMemory
-from benthic.models.loading import staged
+from benthic.models.loading import StagedCheckpoint
 from benthic.models.memory import PagedMemory
 from benthic.models.modules import (
     Embedding,
@@ -705,7 +705,7 @@ def from_checkpoint(
         names = [*backbone_names(config), *vision_names(config)]
         tables = {name for name in names if tables_on_host and ".engram.embed." in name}
         names = [name for name in names if name not in tables]
-        with staged(checkpoint, device, names, progress, tables=tables) as source:
+        with StagedCheckpoint(checkpoint, device, names, progress, tables=tables) as source:
             model.load(source)
     else:
         model.load(checkpoint)

@@ -20,7 +20,7 @@ from benthic.kernels.attn_sparse import sink_attention
 from benthic.models.base import Batch, LayerMemory, Selection
 from benthic.models.deepseek_v41 import DeepseekV41, Layer
 from benthic.models.deepseek_v41_config import ModelConfig, draft_plan, tensors
-from benthic.models.loading import staged
+from benthic.models.loading import StagedCheckpoint
 from benthic.models.modules import Embedding, Linear, RMSNorm, Stack, TensorSource, check_finite, product_grid
 from benthic.models.weights import Checkpoint
 from benthic.types import Numerics
@@ -201,7 +201,7 @@ def from_checkpoint(
     with device:
         drafter = DSpark(config, numerics)
     if device.type == "cuda":
-        with staged(checkpoint, device, drafter_names(config), progress) as source:
+        with StagedCheckpoint(checkpoint, device, drafter_names(config), progress) as source:
             drafter.load(source)
     else:
         drafter.load(checkpoint)

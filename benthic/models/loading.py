@@ -24,10 +24,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -205,7 +205,10 @@ class StagedCheckpoint:
     for which they are ready. A name outside of them stays on the host, a view of the mapped file. A tensor that is kept
     keeps its batch's buffer.
 
-    device  a GPU, as a rule; on the CPU tensors are copies in memory.
+    It reads while it is a context; what was handed out stays. Raises TruncatedFile when a file has shrunk since.
+
+    device    a GPU, as a rule; on the CPU tensors are copies in memory.
+    progress  has `update(bytes)`; None: silent.
     tables  further names, whose tensors stay on the host and are read in place by the GPU (`locked`); each is read when
             it is asked for, straight to its place.
     Raises  OutOfMemory when the host has no room for the tables.
@@ -283,7 +286,10 @@ class StagedCheckpoint:
             out = locked(batch.nbytes, self.device, fill)
             return out.view(TORCH_DTYPES[part.stored.dtype]).view(part.stored.shape)
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         for lane in self._lanes:
             if lane.stream is not None:
@@ -318,25 +324,3 @@ class StagedCheckpoint:
             lane = self._own.lane = _Lane(self.device, self._piece_bytes)
             self._lanes.append(lane)
         return lane.fetch(self._files, parts, start, end, out, ready)
-
-
-@contextmanager
-def staged(
-    checkpoint: Checkpoint,
-    device: torch.device,
-    names: Sequence[str],
-    progress: Any = None,
-    *,
-    workers: int = WORKERS,
-    piece_bytes: int = PIECE_BYTES,
-    tables: Collection[str] = (),
-) -> Iterator[StagedCheckpoint]:
-    """A `StagedCheckpoint` that is closed at the end. progress: has `update(bytes)`; None: silent.
-
-    Raises OutOfMemory; TruncatedFile when a file has shrunk since it was opened.
-    """
-    source = StagedCheckpoint(checkpoint, device, names, progress, workers, piece_bytes, tables)
-    try:
-        yield source
-    finally:
-        source.close()

@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
+from benthic import plots
 from benthic.cache.spec import blocks_for
 from benthic.config import Config
 from benthic.engine.cost import CostModel, Shape
 from benthic.engine.llm import LLM, build_scheduler
 from benthic.engine.loop import Runs, StepTimes
-from benthic.errors import BenchError, MissingDependency
+from benthic.errors import BenchError
 from benthic.sim.engine import Life, Machine, Outcome, request, simulate
 from benthic.sim.policies import Policy, World
 from benthic.sim.scenarios import measures, quantile, tail
@@ -227,12 +228,7 @@ def table(found: dict[str, Any]) -> str:
 
 def picture(found: dict[str, Any], path: Path) -> Path:
     """Gaps between tokens, and first tokens: the share that is longer, both ways. Raises MissingDependency."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise MissingDependency("matplotlib", "train") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    pyplot = plots.pyplot()
     from matplotlib.ticker import NullFormatter
 
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benthic.errors import MissingDependency
+from benthic import plots
 from benthic.sim.engine import Machine, Outcome, simulate
 from benthic.sim.scenarios import Scale, Scenario, measures, tail
 from benthic.sim.trace import Arrival
@@ -89,12 +89,7 @@ def table(found: dict[str, Any]) -> str:
 
 def picture(found: dict[str, Any], path: Path) -> Path:
     """Gaps between tokens, a panel for each trace: the share of gaps that are longer. Raises MissingDependency."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise MissingDependency("matplotlib", "train") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    pyplot = plots.pyplot()
     from matplotlib.ticker import NullFormatter
 
     names = list(dict.fromkeys(entry["scenario"] for entry in found["runs"]))

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benthic import plots
 from benthic.errors import BadSetting, BadTrainingState
 from benthic.kernels import fused
 from benthic.models.base import Batch, Selection
@@ -489,7 +490,7 @@ def held_out(trainer: Trainer, ids: data.Ids, batches: int) -> dict[str, float]:
 
 def plot(out: Path) -> Path:
     """Acceptance by slot and the losses of a log, as PNG; a line where quantisers begin."""
-    draw = loop.pyplot()
+    draw = plots.pyplot()
     with (out / loop.LOG_FILE).open(newline="") as file:
         rows = [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
     figure, (left, right) = draw.subplots(1, 2, figsize=(13, 4))

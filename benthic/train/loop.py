@@ -15,14 +15,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from benthic.errors import BadTrainingState, MissingDependency
+from benthic import plots
+from benthic.errors import BadTrainingState
 from benthic.models.base import Batch
 from benthic.models.deepseek_v41_config import ModelConfig
 from benthic.train import backbone, carry
@@ -477,19 +477,9 @@ def profile(trainer: Learner, loader: RowLoader, steps: int = 5) -> str:
     return "\n".join(text)
 
 
-def pyplot() -> Any:
-    """matplotlib's, drawing into files. Raises MissingDependency."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise MissingDependency("matplotlib", "train") from error
-    matplotlib.use("Agg")
-    return import_module("matplotlib.pyplot")
-
-
 def plot(out: Path, settings: Settings) -> Path:
     """The loss curves of a log, part by part, as PNG; where a phase begins there is a line."""
-    draw = pyplot()
+    draw = plots.pyplot()
     with (out / LOG_FILE).open(newline="") as file:
         rows = [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
     figure, axes = draw.subplots(2, 2, figsize=(13, 8))

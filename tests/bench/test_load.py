@@ -56,7 +56,7 @@ def test_content_is_numbers_and_all_of_the_inventory(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(path)
     assert len({stored.shard for stored in checkpoint.stored.values()}) > 3
     names = load.backbone(checkpoint)
-    with loading.staged(checkpoint, CPU, names) as source:
+    with loading.StagedCheckpoint(checkpoint, CPU, names) as source:
         for name in names:
             got, want = source.tensor(name), made[name]
             assert got.shape == want.shape

@@ -23,7 +23,7 @@ from benthic.kernels import backends, engram
 from benthic.models import deepseek_v41, loading
 from benthic.models.deepseek_v41 import MoE
 from benthic.models.deepseek_v41_config import ModelConfig, tensors
-from benthic.models.loading import ALIGNMENT, batches, locked, staged
+from benthic.models.loading import ALIGNMENT, StagedCheckpoint, batches, locked
 from benthic.models.modules import packed_weights
 from benthic.models.weights import Checkpoint
 from benthic.testing.checkpoints import make_tiny, random_tensors, tiny_config
@@ -73,7 +73,7 @@ def test_tensors_are_those_of_the_file(
             taken.append(nbytes)
 
     total = sum(checkpoint.stored[name].nbytes for name in names)
-    with staged(checkpoint, CPU, names, Progress(), workers=workers, piece_bytes=piece_bytes) as source:
+    with StagedCheckpoint(checkpoint, CPU, names, Progress(), workers=workers, piece_bytes=piece_bytes) as source:
         for name in asked:
             assert equal(source.tensor(name), checkpoint.tensor(name)), name
             assert source._ahead_bytes >= 0
@@ -106,12 +106,12 @@ def test_batches_hold_every_name_once_and_in_order(checkpoint: Checkpoint, monke
 def test_little_is_read_ahead_and_nothing_is_kept(checkpoint: Checkpoint) -> None:
     names = list(checkpoint.specs)
     largest = max(stored.nbytes for stored in checkpoint.stored.values())
-    with staged(checkpoint, CPU, names) as source:
+    with StagedCheckpoint(checkpoint, CPU, names) as source:
         for name in names:
             assert source._ahead_bytes < loading.AHEAD_BYTES + max(largest, loading.JOB_BYTES)
             source.tensor(name)
         assert not source._batch_of
-    with staged(checkpoint, CPU, names) as source:
+    with StagedCheckpoint(checkpoint, CPU, names) as source:
         last = source._batch_of[names[-1]]
         for name in list(last.parts):
             assert last.out is None or last.begun
@@ -123,7 +123,7 @@ def test_little_is_read_ahead_and_nothing_is_kept(checkpoint: Checkpoint) -> Non
 def test_again_and_beside(checkpoint: Checkpoint) -> None:
     """A tensor that is asked for twice is read twice; one that was not announced is the file's own."""
     names = list(checkpoint.specs)
-    with staged(checkpoint, CPU, names[1:]) as source:
+    with StagedCheckpoint(checkpoint, CPU, names[1:]) as source:
         first, again = source.tensor(names[5]), source.tensor(names[5])
         assert equal(first, again)
         assert first.data_ptr() != again.data_ptr()
@@ -140,7 +140,7 @@ def test_a_model_is_the_same_over_either_way(checkpoint: Checkpoint) -> None:
     for parameter in model.parameters():
         parameter.data.zero_()
     names = [name for name in tensors(checkpoint.config) if not name.startswith("mtp.")]
-    with torch.inference_mode(), staged(checkpoint, CPU, names) as source:
+    with torch.inference_mode(), StagedCheckpoint(checkpoint, CPU, names) as source:
         model.load(source)
     for (name, a), (_, b) in zip(model.named_parameters(), want.named_parameters(), strict=True):
         assert equal(a, b), name
@@ -150,7 +150,7 @@ def test_a_file_that_shrank(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(make_tiny(tmp_path / "tiny"))
     name = list(checkpoint.specs)[-1]
     shard = checkpoint.stored[name].shard
-    with staged(checkpoint, CPU, [name]) as source:
+    with StagedCheckpoint(checkpoint, CPU, [name]) as source:
         assert equal(source.tensor(name), checkpoint.tensor(name))
         os.truncate(shard, checkpoint.stored[name].offset + 1)
         with pytest.raises(TruncatedFile, match="cut short"):
@@ -164,7 +164,7 @@ def test_tensors_on_a_gpu_are_those_of_the_file(checkpoint: Checkpoint, workers:
     """Their memory is overwritten as soon as they are gone, so a copy that came early or late shows."""
     names = list(checkpoint.specs)
     kept: list[torch.Tensor] = []
-    with staged(checkpoint, torch.device("cuda"), names, workers=workers, piece_bytes=piece_bytes) as source:
+    with StagedCheckpoint(checkpoint, torch.device("cuda"), names, workers=workers, piece_bytes=piece_bytes) as source:
         for name in sorted(names):
             tensor = source.tensor(name)
             assert tensor.is_cuda
@@ -239,7 +239,7 @@ def test_tables_are_those_of_the_file_in_memory_of_their_size(
         return plain(file, rooms, offset)
 
     monkeypatch.setattr(os, "preadv", watched)
-    with torch.inference_mode(), staged(checkpoint, CPU, [], Progress(), tables=tables) as source:
+    with torch.inference_mode(), StagedCheckpoint(checkpoint, CPU, [], Progress(), tables=tables) as source:
         held = {name: source.tensor(name) for name in tables}
     for name, tensor in held.items():
         assert equal(tensor, checkpoint.tensor(name)), name
@@ -312,15 +312,15 @@ def test_tables_that_the_host_has_no_room_for(
     tables = table_names(checkpoint)
     need = sum(checkpoint.stored[name].nbytes for name in tables)
     monkeypatch.setattr(loading, "memory_bytes", lambda: (1 << 40, need))
-    with staged(checkpoint, CPU, [], tables=tables):
+    with StagedCheckpoint(checkpoint, CPU, [], tables=tables):
         pass
     monkeypatch.setattr(loading, "memory_bytes", lambda: (1 << 40, need - 1))
     with (
         pytest.raises(OutOfMemory, match=f"{need} bytes, {need - 1} are free.*gpu.engram_tables"),
-        staged(checkpoint, CPU, [], tables=tables),
+        StagedCheckpoint(checkpoint, CPU, [], tables=tables),
     ):
         pass
-    with staged(checkpoint, CPU, tables):
+    with StagedCheckpoint(checkpoint, CPU, tables):
         pass
     assert not driver.held
 
@@ -329,7 +329,7 @@ def test_a_table_whose_file_shrank(tmp_path: Path, driver: Driver) -> None:
     checkpoint = Checkpoint.open(make_tiny(tmp_path / "tiny"))
     name = table_names(checkpoint)[0]
     stored = checkpoint.stored[name]
-    with staged(checkpoint, CPU, [], tables=[name]) as source:
+    with StagedCheckpoint(checkpoint, CPU, [], tables=[name]) as source:
         os.truncate(stored.shard, stored.offset + stored.nbytes - 1)
         with pytest.raises(TruncatedFile, match="cut short"):
             source.tensor(name)

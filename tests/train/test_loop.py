@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benthic import plots
 from benthic.errors import BadTrainingState, MissingDependency
 from benthic.kernels import backends
 from benthic.models.base import Batch
@@ -568,7 +569,7 @@ def test_the_loss_curves_are_drawn(make: Make, tmp_path: Path, monkeypatch: pyte
     trainer, loader = make()
     loop.run(trainer, loader, tmp_path / "out", float("inf"), quiet)
     drawn: list[Any] = []
-    draw = loop.pyplot()
+    draw = plots.pyplot()
     monkeypatch.setattr(draw, "close", drawn.append)
     assert loop.plot(tmp_path / "out", SMALL).read_bytes().startswith(b"\x89PNG")
     curves = {line.get_label() for axis in drawn[0].axes for line in axis.lines}
@@ -581,4 +582,4 @@ def test_the_loss_curves_are_drawn(make: Make, tmp_path: Path, monkeypatch: pyte
 def test_matplotlib_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingDependency, match=r"matplotlib.*benthic\[train\]"):
-        loop.pyplot()
+        plots.pyplot()
