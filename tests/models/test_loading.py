@@ -7,6 +7,7 @@ import mmap
 import os
 import re
 import resource
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -130,6 +131,21 @@ def test_again_and_beside(checkpoint: Checkpoint) -> None:
         assert equal(source.tensor(names[0]), checkpoint.tensor(names[0]))
         with pytest.raises(KeyError):
             source.tensor("layers.0.nothing")
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_nothing_reads_on_when_it_is_over(checkpoint: Checkpoint, taken: int) -> None:
+    """Left early by an error: its threads have ended before its files are closed."""
+    names = list(checkpoint.stored)
+    with suppress(KeyboardInterrupt), StagedCheckpoint(checkpoint, CPU, names, workers=3) as source:
+        for name in names[:taken]:
+            source.tensor(name)
+        assert [thread for thread in threading.enumerate() if thread.name.startswith("load")]
+        raise KeyboardInterrupt
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("load")]
+    for file in source._files.values():
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(file)
 
 
 def test_a_model_is_the_same_over_either_way(checkpoint: Checkpoint) -> None:
