@@ -6,10 +6,10 @@ pinned pieces of host memory and a stream: while one piece is on its way to the 
 file; nobody waits for a copy but who needs its piece or its stream again. Nothing is converted here; a module that
 takes a tensor copies it to its place on the device.
 
-What to expect of a link of 55 GB/s: one thread reads files from memory at 5 to 8 GB/s, so 8 bring 40 to 55. Pieces are
-small enough that all of them stay in the processor's last cache, else every byte crosses its memory four times. A layer
-of the release has 2300 tensors of 3 MB in the mean; at 33 GB/s one is due each 95 us. Of those Python takes some 20, in
-the modules and here, under one lock for all threads; a future, an event and a wait for the copy of each would be 100.
+What to expect (H200, link of 55 GB/s, files in memory): one thread reads 5 GB/s, eight together 27, not 43, and twelve
+stage no more than eight; staging has four fifths of that. Pieces below 8 MB cost a third, larger ones bring nothing. A
+layer of the release has 2300 tensors of 3 MB in the mean; at 20 GB/s one is due each 150 us. Of those Python takes some
+20, in the modules and here, under one lock for all threads; a future, an event and a wait for each would be 100.
 Copying to the place in the model moves 2 bytes of device memory a byte, packing experts 3: a tenth of the time.
 `benthic bench load` measures it.
 
@@ -37,7 +37,7 @@ from benthic.errors import HostMemoryNotLocked, OutOfMemory, TruncatedFile
 from benthic.host import memory_bytes
 from benthic.models.weights import TORCH_DTYPES, Checkpoint, Stored
 
-WORKERS = 8  # one reads a file from memory at 5 to 8 GB/s, a link takes 55
+WORKERS = 8  # more bring nothing
 PIECE_BYTES = 8 << 20  # one copy over the link
 JOB_BYTES = 32 << 20  # what a worker fetches at a time, and most of a batch that has more than one tensor
 AHEAD_BYTES = 2 << 30  # most device memory that holds tensors nobody has taken yet
