@@ -31,7 +31,7 @@ from benthic.config import Config, load
 from benthic.engine import first_steps
 from benthic.engine.branch import branch_seed
 from benthic.engine.cost import CostModel
-from benthic.engine.graphs import NotCapturable, sizes
+from benthic.engine.graphs import NotCapturable
 from benthic.engine.loop import Loop
 from benthic.engine.receipt import Maker, Receipt, digest_of
 from benthic.engine.runner import Model, Runner
@@ -953,11 +953,11 @@ def build_scheduler(
 
 def _compile(runner: Runner, token_budget: int) -> None:
     """Compile what steps will need, side by side: one after another, at first use, it takes minutes."""
-    from benthic.kernels.triton import warm  # needs triton, which a CPU install need not have
+    from benthic.kernels.triton import tuning, warm  # need triton, which a CPU install need not have
 
     jobs: dict[warm.Job, None] = {}
     with warm.noted(jobs):
-        runner.rehearse(sizes(token_budget))
+        runner.rehearse(tuning.buckets(token_budget))
     with tqdm(desc="kernels", unit="kernel", file=sys.stderr, disable=None, leave=False) as bar:
 
         def progress(done: int, of: int) -> None:

@@ -111,24 +111,43 @@ class Runner:
     def rehearse(self, lengths: Iterable[int] = ()) -> None:
         """Take a step of each kind before there is a request, so that the kernels of all are known.
 
-        lengths  of a chunk of a prompt, in slot 1 and the first blocks; those that do not fit are left out. What it
-                 leaves there is what an ended request leaves.
+        lengths  rows of prompts in a step: as one chunk, behind a cached prefix, with a beginning that layers skip,
+                 as chunks of three rows; some of them behind long contexts. In the first slots and block 1; those that
+                 do not fit are left out. What they leave there is what an ended request leaves.
         """
-        storage = self.storage
+        storage, lengths = self.storage, tuple(lengths)
         most = max(storage.num_slots - 1, 1)
         columns = torch.zeros(batches.COLUMNS, most, dtype=torch.int64, device=storage.device)
         uploads = batches.Uploads(storage)
+
+        def take(sizes: Sequence[int], skipped: int = 0, start: int = 0, hit: bool = False) -> None:
+            """A step of chunks of so many rows, all in block 1. Some layers skip the first rows of the only one."""
+            blocks = (1,) * blocks_for(start + max(sizes), storage.block_tokens)
+            if len(sizes) <= most and len(blocks) <= storage.table_blocks and storage.num_blocks > 1:
+                cuts, before = ((self.model.windows.storing, skipped),) if skipped else (), () if start else None
+                draws = (Draw(SamplingParams(temperature=0.0), 0, (), None, 0),) * len(sizes)
+                of = Chunk(
+                    0, start, (), 0, True, 0, blocks, low=start * hit, stored=start * hit, cuts=cuts, before=before
+                )
+                chunks = [of._replace(request=i, tokens=(0,) * n, slot=1 + i) for i, n in enumerate(sizes)]
+                self._compute(uploads.step(StepPlan(0, tuple(chunks), draws)))
+
+        longest = storage.table_blocks * storage.block_tokens
+        contexts = [n for n in (8**i * storage.block_tokens for i in range(1, 10)) if n < longest] + [longest]
         with backends.invariant(self.deterministic):
             for size in reversed(sizes(most)):
                 self._compute(batches.unpack(columns[:, :size].contiguous(), storage))
             for length in lengths:
-                blocks = tuple(range(1, 1 + blocks_for(length, storage.block_tokens)))
-                if len(blocks) < min(storage.num_blocks, storage.table_blocks + 1):
-                    draw = Draw(SamplingParams(temperature=0.0), 0, (), None, 0)
-                    skipped = ((self.model.windows.storing, length // 2),) if length > 1 else ()
-                    for cuts in sorted({(), skipped}):  # whole, and with a beginning that some layers skip
-                        chunk = Chunk(0, 0, (0,) * length, 0, True, 1, blocks, cuts=cuts)
-                        self._compute(uploads.step(StepPlan(0, (chunk,), (draw,))))
+                take([length])
+                take([length], start=storage.block_tokens, hit=True)
+                if length > 1:
+                    take([length], length // 2)
+                if length > 3:
+                    take([3] * (length // 3) + [length % 3] * (length % 3 > 0))
+            for length in lengths[2::4]:
+                for context in contexts:
+                    if length < context:
+                        take([length], start=context - length)
 
     def close(self) -> None:
         """No step comes any more."""

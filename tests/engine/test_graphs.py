@@ -87,8 +87,17 @@ def test_a_rehearsal_takes_every_size_and_length_that_fits(model: DeepseekV41, m
 
     monkeypatch.setattr(runner, "_compute", counted)
     runner.rehearse((1, BLOCK + 1, 4 * BLOCK, 4 * BLOCK + 1))
-    twice = [rows for rows in (BLOCK + 1, 4 * BLOCK) for _ in range(2)]  # whole, and with a beginning skipped
-    assert rows == [4, 2, 1, 1, *twice], "the last length has more blocks than a table"
+    some = [
+        1,
+        1,
+        *([BLOCK + 1] * 3),
+    ]  # whole, behind a hit, with a beginning skipped; there are no slots for its pieces
+    longest = [4 * BLOCK] * 2  # and no room behind a hit; what is longer has no room at all
+    assert rows == [4, 2, 1, *some, *longest]
+    rows.clear()
+    runner.rehearse((1, 2, 12))
+    behind = [2, 12, 12, 12, 12]  # whole, behind a hit, with a beginning skipped, as four pieces; at the end of a table
+    assert rows == [4, 2, 1, 1, 1, 2, 2, *behind, 12]
 
 
 def test_a_rehearsal_leaves_nothing_that_counts(model: DeepseekV41):

@@ -511,3 +511,39 @@ def test_a_configuration_that_decides_bits_is_one_for_all_rows(monkeypatch: pyte
     with backends.invariant():
         assert knobs() == [1, 2, 3, 3]
         assert knobs(decides_bits=True) == [3, 3, 3, 3]
+
+
+def test_a_remembered_decision_is_made_once_for_what_it_rests_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning = pytest.importorskip("benthic.kernels.triton.tuning")
+    device = "one"
+    monkeypatch.setattr(tuning, "device_name", lambda: device)
+    made: list[tuple[str, int, bool]] = []
+
+    @tuning.remembered
+    def decide(rows: int) -> int:
+        made.append((device, rows, backends.is_invariant()))
+        return tuning.config("op", "key", rows, {"knob": rows})["knob"]
+
+    assert [decide(rows) for rows in (1, 2, 1, 2)] == [1, 2, 1, 2]
+    with backends.invariant():
+        assert [decide(1), decide(1)] == [1, 1]
+    device = "other"
+    assert decide(1) == 1
+    once = [("one", 1, False), ("one", 2, False), ("one", 1, True), ("other", 1, False)]
+    assert made == once
+    with tuning.trying({("op", "key"): {"knob": 7}}) as trial:  # asked anew, and not remembered
+        assert [decide(1), decide(1)] == [7, 7]
+    assert ("op", "key") in trial.asked
+    assert decide(1) == 1
+    assert made == [*once, ("other", 1, False), ("other", 1, False)]
+
+
+def test_numbers_of_wrappers() -> None:
+    runtime = pytest.importorskip("benthic.kernels.triton.runtime")
+    for a in range(200):
+        for b in (1, 2, 3, 64, 100):
+            assert runtime.cdiv(a, b) == (a + b - 1) // b
+    for n in range(1, 300):
+        power = runtime.power_of_two(n)
+        assert power >= n > power // 2
+        assert power.bit_count() == 1

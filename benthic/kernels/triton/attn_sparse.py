@@ -21,6 +21,7 @@ from benthic.kernels import backends, kv_copy
 from benthic.kernels.triton.gemm import launch, start
 from benthic.kernels.triton.quant import INTERPRETED, bound, e2m1_value, e4m3_value, e8m0_value, narrow, widen
 from benthic.kernels.triton.runtime import available as available
+from benthic.kernels.triton.runtime import cdiv, power_of_two
 
 try:  # its dialect is not in every version of Triton
     from benthic.kernels.triton import attn_sparse_hopper
@@ -395,11 +396,11 @@ def _launch(
         and (paged is None or paged.entries & (paged.entries - 1) == 0)
         and _is_hopper(q.device)
     )
-    block = 64 if hopper else 16 if wide else min(64, max(16, triton.next_power_of_2(heads)))
+    block = 64 if hopper else 16 if wide else min(64, max(16, power_of_two(heads)))
     tile = 128 if hopper else max(16, min(64, 8192 // width)) if wide else 64
-    blocks = triton.cdiv(heads, block)
+    blocks = cdiv(heads, block)
     listed = 0 if records is None else records.shape[1]
-    tiles = triton.cdiv(window, tile) + triton.cdiv(listed, tile)
+    tiles = cdiv(window, tile) + cdiv(listed, tile)
     count = 1
     if ring is not None and not backends.is_invariant():
         count = spans(total * blocks, tiles, _processors(q.device))
@@ -429,7 +430,7 @@ def _launch(
             listed,
             scale,
             count,
-            triton.cdiv(tiles, count),
+            cdiv(tiles, count),
             WINDOW=window,
             LOWS=rows.lows is not None,
             ENTRY_BITS=0 if paged is None else paged.entries.bit_length() - 1,
@@ -455,7 +456,7 @@ def _launch(
             listed,
             scale,
             count,
-            triton.cdiv(tiles, count) if ring is not None else 1 << 20,
+            cdiv(tiles, count) if ring is not None else 1 << 20,
             WIDTH=width,
             M=block,
             TILE=tile,
@@ -475,7 +476,7 @@ def _launch(
         )
     if count > 1:
         most = max(1, 2048 // width)
-        _merge[(total, triton.cdiv(heads, most))](
+        _merge[(total, cdiv(heads, most))](
             part,
             peaks,
             sums,

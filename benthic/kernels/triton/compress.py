@@ -16,6 +16,7 @@ from benthic.kernels.triton.kv_copy import carry_rows, group_member, paged_recor
 from benthic.kernels.triton.quant import FLOATS, INTERPRETED, narrow, widen
 from benthic.kernels.triton.rope import turn, turn_pairs
 from benthic.kernels.triton.runtime import available as available
+from benthic.kernels.triton.runtime import cdiv, power_of_two
 from benthic.kernels.triton.swiglu import exponential
 
 ROWS = 16 if INTERPRETED.value else 1  # a program; the interpreter's time goes by programs
@@ -70,9 +71,9 @@ def pool_groups(a: Tensor, b: Tensor) -> Tensor:
         return plain.pool_groups_reference(a, b)
     a, b = (x if x.stride(2) == 1 else x.contiguous() for x in (a, b))
     y = torch.empty(groups, width, dtype=torch.float32, device=a.device)
-    padded = triton.next_power_of_2(width)
+    padded = power_of_two(width)
     if y.numel():
-        _pool_groups[(triton.cdiv(groups, ROWS),)](
+        _pool_groups[(cdiv(groups, ROWS),)](
             a,
             b,
             y,
@@ -193,7 +194,7 @@ def _store(
 ) -> None:
     count, channels = a.shape
     record = paged_record(paged)
-    _normed_record[(triton.cdiv(count, ROWS),)](
+    _normed_record[(cdiv(count, ROWS),)](
         a,
         a if b is None else b,
         a if carry is None else carry,

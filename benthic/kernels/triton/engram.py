@@ -9,6 +9,7 @@ from benthic.kernels import engram as plain
 from benthic.kernels.triton.norm import chunked
 from benthic.kernels.triton.quant import FLOATS, bound, e4m3_value, e8m0_value, narrow, widen
 from benthic.kernels.triton.runtime import available as available
+from benthic.kernels.triton.runtime import cdiv, power_of_two
 from benthic.kernels.triton.swiglu import exponential
 
 CLASSED = 128  # tokens of `ngram_ids`, a program
@@ -51,7 +52,7 @@ def ngram_ids(ids: Tensor, history: Tensor, classes: Tensor, pad: int, image: in
     tokens, n = ids.shape[0], history.shape[1] + 1
     classed = torch.empty((tokens, n), dtype=torch.int64, device=ids.device)
     if tokens:
-        _ngram_ids[(triton.cdiv(tokens, CLASSED),)](
+        _ngram_ids[(cdiv(tokens, CLASSED),)](
             ids,
             history,
             classes.contiguous(),
@@ -103,7 +104,7 @@ def ngram_rows(ids: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tensor
     heads = primes.shape[1]
     rows = torch.empty((tokens, (n - 1) * heads), dtype=torch.int64, device=ids.device)
     if rows.numel():
-        _ngram_rows[(triton.cdiv(tokens, TOKENS),)](
+        _ngram_rows[(cdiv(tokens, TOKENS),)](
             ids,
             multipliers.contiguous(),
             primes.contiguous(),
@@ -114,7 +115,7 @@ def ngram_rows(ids: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tensor
             ids.stride(1),
             N=n,
             HEADS=heads,
-            HEAD_BLOCK=triton.next_power_of_2(heads),
+            HEAD_BLOCK=power_of_two(heads),
             TOKENS=TOKENS,
             num_warps=4,
         )
@@ -155,7 +156,7 @@ def table_rows(codes: Tensor, scales: Tensor, rows: Tensor, dtype: torch.dtype) 
     if y.numel():
         rows = rows.contiguous()
         groups = width // GROUP.value
-        _table_rows[(triton.cdiv(rows.numel(), GATHERED),)](
+        _table_rows[(cdiv(rows.numel(), GATHERED),)](
             codes,
             scales,
             rows,
@@ -164,7 +165,7 @@ def table_rows(codes: Tensor, scales: Tensor, rows: Tensor, dtype: torch.dtype) 
             codes.stride(0),
             scales.stride(0),
             GROUPS=groups,
-            GROUP_BLOCK=triton.next_power_of_2(groups),
+            GROUP_BLOCK=power_of_two(groups),
             ROWS=GATHERED,
             num_warps=4,
         )

@@ -47,6 +47,7 @@ from benthic.kernels.triton.quant import (
 )
 from benthic.kernels.triton.rope import rotate_pairs, turn, turn_pairs
 from benthic.kernels.triton.runtime import available as available
+from benthic.kernels.triton.runtime import cdiv, power_of_two
 
 # ---- weights in registers --------------------------------------------------------------------------------------------
 
@@ -472,8 +473,12 @@ def default(kind: str, rows: int, n: int, k: int) -> tuning.Config:
 
 def launch() -> dict[str, bool]:
     """Options of a kernel that begins with `start`: whether it may start while the kernel before it still runs."""
-    early = tuning.config("launch", "early", 0, {"early": False})["early"]
-    return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
+    return {"PDL": True, "launch_pdl": True} if _early() else {"PDL": False}
+
+
+@tuning.remembered
+def _early() -> bool:
+    return tuning.config("launch", "early", 0, {"early": False})["early"]
 
 
 class _Plan(NamedTuple):
@@ -483,10 +488,11 @@ class _Plan(NamedTuple):
     whole: bool  # one program goes through all slices
 
 
+@tuning.remembered
 def _plan(kind: str, rows: int, n: int, k: int) -> _Plan:
     """A fixed function of the arguments and the device; under `backends.invariant()`, slices do not depend on rows."""
     key = f"{n}x{k}"
-    few = 16 if backends.is_invariant() else rows
+    few = 16 if backends.is_invariant() else tuning.bucket(rows)
     config = tuning.config(f"linear_{kind}", key, few, default(kind, few, n, k))
     slices, steps = _slices(config, few, n, k)
     if not backends.is_invariant() or kind == "wide":
@@ -509,15 +515,15 @@ def _slices(config: tuning.Config, rows: int, n: int, k: int) -> tuple[int, int]
     a kernel of its own.
     """
     tile_m, tile_n, tile_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
-    steps = triton.cdiv(k, tile_k)
-    tiles = triton.cdiv(n, tile_n) * triton.cdiv(rows, tile_m)
+    steps = cdiv(k, tile_k)
+    tiles = cdiv(n, tile_n) * cdiv(rows, tile_m)
     at_once = MULTIPROCESSORS * config["programs"]
     step = max((tile_n + 2 * tile_m) * tile_k * BYTE_US, 2 * tile_m * tile_n * tile_k * OPERATION_US)
 
     def microseconds(slices: int) -> float:
-        waves = triton.cdiv(tiles * slices, at_once)
+        waves = cdiv(tiles * slices, at_once)
         adding = 2.0 + 8 * slices * rows * n * ADDING_US if slices > 1 else 0.0
-        return waves * (triton.cdiv(steps, slices) + 2) * step * config["programs"] + adding
+        return waves * (cdiv(steps, slices) + 2) * step * config["programs"] + adding
 
     return min(range(1, min(max(steps // 2, 1), 16) + 1), key=microseconds), steps
 
@@ -548,7 +554,7 @@ def carry(x: Tensor, groups: int = 1) -> Carried:
     if rows:
         chunks, block = chunked(width)
         each = max(1, min(64, 2048 // block))
-        _carry_rows[(triton.cdiv(rows * groups, each),)](
+        _carry_rows[(cdiv(rows * groups, each),)](
             x,
             codes,
             scales,
@@ -617,12 +623,12 @@ def _launch(
     ring = config["ring"] and bulk and turn is None and not plan.whole
     if ring and gemm_hopper.serves(codes, scales, groups, tile_n):
         x_scales = x.scales if isinstance(x, Carried) else None
-        programs = min(MULTIPROCESSORS, triton.cdiv(rows, tile_m) * triton.cdiv(n, tile_n) * parts)
+        programs = min(MULTIPROCESSORS, cdiv(rows, tile_m) * cdiv(n, tile_n) * parts)
         gemm_hopper.product(
             values, x_scales, codes, scales, y, groups, tile_n, tile_m, config["num_stages"], programs, launch()
         )
         return y.unflatten(-1, (groups, -1)).transpose(1, 2)
-    _product[(triton.cdiv(rows, tile_m) * triton.cdiv(n, tile_n), parts)](
+    _product[(cdiv(rows, tile_m) * cdiv(n, tile_n), parts)](
         TensorDescriptor.from_tensor(values, [tile_m, tile_k]) if bulk else values,
         x.scales if isinstance(x, Carried) else y,
         TensorDescriptor.from_tensor(codes, [tile_n, tile_k]) if bulk else codes,
@@ -675,9 +681,7 @@ def add_up(parts: Tensor, out_dtype: torch.dtype) -> Tensor:
     if parts.shape[0] == 1:
         return parts[0, 0]
     y = torch.empty(parts.shape[2:], dtype=out_dtype, device=parts.device)
-    _sum_parts[(triton.cdiv(y.numel(), 1024),)](
-        parts, y, y.numel(), PARTS=parts.shape[0], BLOCK=1024, num_warps=4, **launch()
-    )
+    _sum_parts[(cdiv(y.numel(), 1024),)](parts, y, y.numel(), PARTS=parts.shape[0], BLOCK=1024, num_warps=4, **launch())
     return y
 
 
@@ -714,7 +718,7 @@ def _turned(y: Tensor, turn: Turn) -> Tensor:
     pairs = turn.freqs.shape[0]
     lines = y.numel() // turn.head_width
     heads = y.shape[-1] // turn.head_width
-    _turn_heads[(triton.cdiv(lines, 32),)](
+    _turn_heads[(cdiv(lines, 32),)](
         y,
         turn.positions,
         turn.freqs,
@@ -722,7 +726,7 @@ def _turned(y: Tensor, turn: Turn) -> Tensor:
         heads,
         turn.head_width,
         PAIRS=pairs,
-        PAIR_BLOCK=triton.next_power_of_2(pairs),
+        PAIR_BLOCK=power_of_two(pairs),
         LINES=32,
         num_warps=4,
         **launch(),
@@ -741,7 +745,7 @@ def _written_out(weight: quant.Fp8Matrix) -> Tensor:
     """The values of a weight [N, K] in bf16."""
     (n, k), scales = weight.shape, weight.scales
     y = torch.empty((n, k), dtype=torch.bfloat16, device=scales.device)
-    _weight_values[(triton.cdiv(n, 32), triton.cdiv(k, 512))](
+    _weight_values[(cdiv(n, 32), cdiv(k, 512))](
         weight.codes, scales, y, n, k, scales.stride(0), BLOCK_N=32, BLOCK_K=512, num_warps=8
     )
     return y

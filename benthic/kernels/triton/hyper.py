@@ -25,6 +25,7 @@ from benthic.kernels.triton import hyper_hopper, tuning
 from benthic.kernels.triton.gemm import launch, start
 from benthic.kernels.triton.quant import FLOATS, INTERPRETED, bound, narrow, widen
 from benthic.kernels.triton.runtime import available as available
+from benthic.kernels.triton.runtime import cdiv, power_of_two
 from benthic.kernels.triton.swiglu import exponential
 
 BLOCK = 64  # channels of each stream in a share
@@ -385,14 +386,19 @@ def _is_hopper(device: torch.device) -> bool:
     return not INTERPRETED.value and (device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9)
 
 
+@tuning.remembered
+def _config(rows: int, streams: int, width: int) -> tuning.Config:
+    return tuning.config("hyper_read", f"{streams}x{width}", tuning.bucket(rows), DEFAULTS, decides_bits=True)
+
+
 def _shares(
     pending: plain.Streams, fn: Tensor, settled: Tensor | None, read: Tensor | None
 ) -> tuple[Tensor, Tensor, int]:
     """Runs `_enter`: products [T, E*C, M] and squares [T, E*C, 2] f32 of C chunks a row, E shares each, and C."""
     s, pre, out, post, comb = pending
     rows, streams, width = s.shape
-    mixes, chunks = (2 + streams) * streams, triton.cdiv(width, BLOCK)
-    config = tuning.config("hyper_read", f"{streams}x{width}", rows, DEFAULTS, decides_bits=True)
+    mixes, chunks = (2 + streams) * streams, cdiv(width, BLOCK)
+    config = _config(rows, streams, width)
     ring = config["ring"] and _is_hopper(s.device) and hyper_hopper.serves(s, out, pre, post, comb)
     each = hyper_hopper.shares_each(rows, chunks, config["ring_programs"]) if ring else 1
     products = torch.empty((rows, chunks * each, mixes), dtype=torch.float32, device=s.device)
@@ -405,7 +411,7 @@ def _shares(
         most, stages = config["ring_programs"], config["ring_stages"]
         hyper_hopper.enter(s, out, *weights, wide, settled, read, products, squares, most, stages, launch())
         return products, squares, chunks
-    down = min(triton.cdiv(rows, ROWS), max(config["programs"] // chunks, 1))
+    down = min(cdiv(rows, ROWS), max(config["programs"] // chunks, 1))
     _enter[(chunks, down)](
         s,
         out,
@@ -424,7 +430,7 @@ def _shares(
         out.stride(0) if out is not None else 0,
         S=streams,
         MIXES=mixes,
-        MIX_BLOCK=max(triton.next_power_of_2(mixes), 16),
+        MIX_BLOCK=max(power_of_two(mixes), 16),
         ROWS=ROWS,
         BLOCK=BLOCK,
         MASKED=width % BLOCK != 0,
@@ -454,11 +460,11 @@ def _weights(
     pre, post = (torch.empty((rows, streams), dtype=torch.float32, device=s.device) for _ in range(2))
     comb = torch.empty((rows, streams, streams), dtype=torch.float32, device=s.device)
     products, squares, chunks = shares
-    block = min(triton.next_power_of_2(width), NORM_BLOCK)
-    pieces = triton.cdiv(width, block) if read is not None else 0
+    block = min(power_of_two(width), NORM_BLOCK)
+    pieces = cdiv(width, block) if read is not None else 0
     if rows == 0:
         return pre, post, comb
-    _finish[(rows + triton.cdiv(rows, NORM_ROWS) * pieces,)](
+    _finish[(rows + cdiv(rows, NORM_ROWS) * pieces,)](
         products,
         squares,
         scale,
@@ -525,8 +531,8 @@ def hyper_collapse(s: Tensor, pre: Tensor) -> Tensor:
     rows, streams, width = s.shape
     y = torch.empty((rows, width), dtype=s.dtype, device=s.device)
     if y.numel():
-        block = min(triton.next_power_of_2(width), 1024)
-        _collapse[(rows, triton.cdiv(width, block))](
+        block = min(power_of_two(width), 1024)
+        _collapse[(rows, cdiv(width, block))](
             s, _f32(pre), y, width, s.stride(0), s.stride(1), S=streams, BLOCK=block, num_warps=max(block // 256, 1)
         )
     return y
@@ -539,8 +545,8 @@ def hyper_expand(out: Tensor, s: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     rows, streams, width = s.shape
     y = torch.empty(s.shape, dtype=s.dtype, device=s.device)
     if y.numel():
-        block = min(triton.next_power_of_2(width), 1024)
-        _expand[(rows, triton.cdiv(width, block))](
+        block = min(power_of_two(width), 1024)
+        _expand[(rows, cdiv(width, block))](
             out,
             s,
             _f32(post),

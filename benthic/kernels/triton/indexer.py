@@ -31,6 +31,7 @@ from benthic.kernels import kv_copy
 from benthic.kernels.triton import tuning
 from benthic.kernels.triton.quant import INTERPRETED, bound, e2m1_values, narrow, widen
 from benthic.kernels.triton.runtime import available as available
+from benthic.kernels.triton.runtime import cdiv, power_of_two
 
 SCRATCH_BYTES = 256 << 20
 ROWS_AT_ONCE = 1024  # rows of one launch; a program adds up their tiles at its start
@@ -551,7 +552,7 @@ def _processors(device: torch.device) -> int:
 
 def _blocks(width: int, size: int) -> int:
     """Blocks of a row, up to a multiple of 16: kernels read them by 8, and rows then begin at 32 bytes."""
-    return triton.cdiv(max(width, 1), 16 * size) * 16
+    return cdiv(max(width, 1), 16 * size) * 16
 
 
 def _fan(k_pad: int) -> int:
@@ -577,15 +578,15 @@ def _take(
     rows, k = out.shape
     if not rows:
         return
-    k_pad = max(triton.next_power_of_2(k), 16)
+    k_pad = max(power_of_two(k), 16)
     fan = _fan(k_pad)
-    upper, top = (triton.cdiv(best.shape[1], fan**i * 16) * 16 for i in (1, 2))
-    n = max(k_pad * fan, 1 if blocks else k_pad * size, triton.next_power_of_2(top))
+    upper, top = (cdiv(best.shape[1], fan**i * 16) * 16 for i in (1, 2))
+    n = max(k_pad * fan, 1 if blocks else k_pad * size, power_of_two(top))
     depth = sum(level > n for level in (scores.shape[1], best.shape[1], upper))
     assert n < 1 << 15, f"choosing {k} of {scores.shape[1]}: {n} values a step are too many"
     above = torch.empty(rows, upper + top, dtype=scores.dtype, device=out.device)
     tables, slots, entries = places or (out, visible, 0)
-    choice = tuning.config("choose", str(n), rows, {"warps": 8})
+    choice = tuning.config("choose", str(n), tuning.bucket(rows), {"warps": 8})
     _choose[(rows,)](
         scores,
         best,
@@ -638,7 +639,7 @@ def _portion(rows: int, row_bytes: float) -> int:
     """Rows of one launch: as few launches as the scratch allows, and no first row at an odd address."""
     most = max(min(int(SCRATCH_BYTES / row_bytes), ROWS_AT_ONCE), 1)
     most -= most % 16 if most > 16 else 0
-    return min(triton.cdiv(rows, 16 * triton.cdiv(rows, most)) * 16, most, rows)
+    return min(cdiv(rows, 16 * cdiv(rows, most)) * 16, most, rows)
 
 
 class _Launch(NamedTuple):
@@ -695,7 +696,7 @@ def _launch(keys: kv_copy.Paged, rows: int, heads: int, listed: bool, starts: tu
         kind, default = "chunks", _CHUNKS
     else:
         kind, default = "alone", _ALONE
-    return _Launch(**tuning.config(f"scores_{kind}", f"{heads}x{keys.channels}", rows, default))
+    return _Launch(**tuning.config(f"scores_{kind}", f"{heads}x{keys.channels}", tuning.bucket(rows), default))
 
 
 def select_records(
@@ -738,7 +739,7 @@ def select_records(
     launch = _launch(keys, total, heads, restrict is not None, starts)
     w = w.to(torch.bfloat16) if round_scores else w
     w = w.float() if launch.together > 2 else w
-    width = max(triton.cdiv(most, launch.keys), 1) * launch.keys
+    width = max(cdiv(most, launch.keys), 1) * launch.keys
     dtype = torch.bfloat16 if round_scores or q.dtype == torch.bfloat16 else torch.float32
     portion = _portion(total, dtype.itemsize * width * (1 + 1.2 / size))
     least = min(topk, emit * size) if emit else topk
@@ -771,7 +772,7 @@ def select_records(
             width,
             best.shape[1],
             HEADS=heads,
-            H=max(triton.next_power_of_2(heads), 16),
+            H=max(power_of_two(heads), 16),
             CHANNELS=channels,
             FORMAT=keys.format,
             ENTRIES=keys.entries,
@@ -821,7 +822,7 @@ def _dense(scores: Tensor, visible: Tensor, k: int, candidates: Tensor | None, s
     best = torch.empty(rows, _blocks(width, size), dtype=scores.dtype, device=scores.device)
     listed = scores if restrict is None else torch.empty(rows, max(width, 1), dtype=scores.dtype, device=scores.device)
     part = max(1024, size)
-    _collect[(rows, max(triton.cdiv(width, part), 1))](
+    _collect[(rows, max(cdiv(width, part), 1))](
         scores,
         visible,
         out if restrict is None else restrict,

@@ -27,6 +27,7 @@ from benthic.kernels.triton.quant import (
     widen,
 )
 from benthic.kernels.triton.runtime import available as available
+from benthic.kernels.triton.runtime import cdiv, power_of_two
 
 ROWS = 64 if INTERPRETED.value else 4  # a program; the interpreter's time goes by programs
 
@@ -353,7 +354,7 @@ def record_of(channels: int, form: str, storage: Tensor, *offsets: int) -> Recor
     bits = 16 | storage.data_ptr() | step
     for offset in offsets:
         bits |= offset
-    return Record(channels, max(triton.next_power_of_2(channels), 32), form, data, scales, bits & -bits)
+    return Record(channels, max(power_of_two(channels), 32), form, data, scales, bits & -bits)
 
 
 def paged_record(paged: plain.Paged) -> Record:
@@ -378,7 +379,7 @@ def write_records(paged: plain.Paged, ids: Tensor, values: Tensor) -> None:
         return plain.write_records_reference(paged, ids, values)
     values, ids, record = _rows(values), ids.contiguous(), paged_record(paged)
     if values.shape[0]:
-        _write_records[(triton.cdiv(values.shape[0], ROWS),)](
+        _write_records[(cdiv(values.shape[0], ROWS),)](
             paged.pool,
             ids,
             values,
@@ -405,7 +406,7 @@ def read_records(paged: plain.Paged, ids: Tensor) -> Tensor:
     ids, record = ids.contiguous(), paged_record(paged)
     out = torch.empty(*ids.shape, record.channels, dtype=torch.float32, device=paged.pool.device)
     if ids.numel():
-        _read_records[(triton.cdiv(ids.numel(), ROWS),)](
+        _read_records[(cdiv(ids.numel(), ROWS),)](
             paged.pool,
             ids,
             out,
@@ -432,7 +433,7 @@ def ring_write(ring: plain.Ring, kw: Tensor, slots: Tensor, positions: Tensor) -
         return plain.ring_write_reference(ring, kw, slots, positions)
     kw, record = _rows(kw), ring_record(ring)
     if kw.shape[0]:
-        _ring_write[(triton.cdiv(kw.shape[0], ROWS),)](
+        _ring_write[(cdiv(kw.shape[0], ROWS),)](
             ring.bytes,
             kw,
             slots.contiguous(),
@@ -459,7 +460,7 @@ def read_ring(ring: plain.Ring, slots: Tensor, positions: Tensor) -> Tensor:
     record = ring_record(ring)
     out = torch.empty(*slots.shape, record.channels, dtype=torch.float32, device=ring.bytes.device)
     if slots.numel():
-        _read_ring[(triton.cdiv(slots.numel(), ROWS),)](
+        _read_ring[(cdiv(slots.numel(), ROWS),)](
             ring.bytes,
             slots.contiguous(),
             positions.contiguous(),
@@ -482,7 +483,7 @@ def read_ring(ring: plain.Ring, slots: Tensor, positions: Tensor) -> Tensor:
 def carry_rows(a: Tensor, b: Tensor, carry: Tensor, slots: Tensor, positions: Tensor) -> None:
     """The carry takes this step's last rows. By itself, after whatever reads what it held: rows take others' places."""
     count, width = a.shape
-    padded = triton.next_power_of_2(width)
+    padded = power_of_two(width)
     if count:
         _carry[(count,)](
             a,
@@ -507,7 +508,7 @@ def close_groups(a: Tensor, b: Tensor, carry: Tensor, rows: plain.Rows, ratio: i
     count, width = a.shape
     slots, positions = rows.slots.contiguous(), rows.positions.contiguous()
     groups = tuple(torch.empty(count, ratio, width, dtype=a.dtype, device=a.device) for _ in range(2))
-    padded = triton.next_power_of_2(width)
+    padded = power_of_two(width)
     if count:
         _close_groups[(count,)](
             a,

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benthic.kernels import moe_experts as plain
 from benthic.kernels import quant
-from benthic.kernels.triton import moe_experts_pack, moe_gate
+from benthic.kernels.triton import moe_experts_pack, moe_gate, tuning
 from benthic.kernels.triton.gemm import Carried, carry, launch, products, start
 from benthic.kernels.triton.quant import (
     INTERPRETED,
@@ -44,6 +44,7 @@ from benthic.kernels.triton.quant import (
     widen,
 )
 from benthic.kernels.triton.runtime import available as available
+from benthic.kernels.triton.runtime import cdiv, power_of_two
 from benthic.kernels.triton.swiglu import gated
 from benthic.types import Numerics
 
@@ -62,7 +63,7 @@ class Places(NamedTuple):
     height: int
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _place(
     ids_ptr,  # [T * k] int64
     rows_ptr,
@@ -113,14 +114,14 @@ def place(ids: Tensor, experts: int, height: int) -> Places:
     rows = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
     tiles = torch.empty((capacity, 4), dtype=torch.int32, device=ids.device)
     count = torch.empty(1, dtype=torch.int32, device=ids.device)
-    _place[(triton.cdiv(pairs, CHUNK),)](
+    _place[(cdiv(pairs, CHUNK),)](
         ids,
         rows,
         tiles,
         count,
         pairs,
         HEIGHT=height,
-        E=max(16, triton.next_power_of_2(experts)),
+        E=max(16, power_of_two(experts)),
         CHUNK=CHUNK,
         SCAN=SCAN,
         num_warps=8,
@@ -424,7 +425,7 @@ def _product(
     width = n // 2 if first is not None else n
     y = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
     block_n, block_k = 64, 64
-    _grouped[(places.tiles.shape[0], triton.cdiv(width, block_n))](
+    _grouped[(places.tiles.shape[0], cdiv(width, block_n))](
         x,
         codes.contiguous(),
         scales.contiguous(),
@@ -511,7 +512,7 @@ def _spread_rows(x: Tensor, places: Places, weights: Tensor, carried: bool, quan
         SLOTS=slots,
         CARRIED=carried,
         QUANTISE=quantise,
-        PIECES=triton.cdiv(width, PIECE),
+        PIECES=cdiv(width, PIECE),
         PIECE=PIECE,
         num_warps=4,
         **launch(),
@@ -524,8 +525,8 @@ def _sum(y: Tensor, rows: Tensor, out_dtype: torch.dtype, shared: Tensor | None 
     tokens, slots = rows.shape
     width = y.shape[1]
     out = torch.empty((tokens, width), dtype=out_dtype, device=y.device)
-    block = min(256, triton.next_power_of_2(width))
-    _combine[(triton.cdiv(tokens, 4), triton.cdiv(width, block))](
+    block = min(256, power_of_two(width))
+    _combine[(cdiv(tokens, 4), cdiv(width, block))](
         y,
         rows,
         out if shared is None else shared,
@@ -563,7 +564,7 @@ def _expert_rows(
         hopper = _hopper()
         assert w13.carried == one_scale, "the experts are prepared for other numerics"
         assert quantise, "packed experts read rows on the FP8 grid"
-        name = hopper.choose(ids.numel(), w13, w2)
+        name = hopper.choose(tuning.bucket(ids.shape[0]) * ids.shape[1], w13, w2)
         if name not in hopper.CONFIGS[hopper.form_of(one_scale)]:
             early, stream = bool(launch()["PDL"]), hopper.stream
             rows = stream.place_rows(x, ids, w13, w2, raw, name, early)
@@ -595,9 +596,9 @@ def _carried_rows(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     pairs, inner = codes.shape
     out = torch.empty_like(codes)
     row_scales = torch.empty(pairs, dtype=torch.float32, device=codes.device)
-    piece = min(PIECE, triton.next_power_of_2(inner))
+    piece = min(PIECE, power_of_two(inner))
     _carry_hidden[(pairs,)](
-        codes, scales, out, row_scales, inner, PIECES=triton.cdiv(inner, piece), PIECE=piece, num_warps=4, **launch()
+        codes, scales, out, row_scales, inner, PIECES=cdiv(inner, piece), PIECE=piece, num_warps=4, **launch()
     )
     return out, row_scales
 
@@ -629,7 +630,7 @@ def _shared_expert(grid: Tensor, w13: quant.Matrix, w2: quant.Matrix, limit: flo
     parts = products(carry(grid) if by_row else grid, w13, grid.dtype)[:, 0]
     hidden = torch.empty((tokens, inner), dtype=quant.E4M3 if by_row else grid.dtype, device=grid.device)
     scales = torch.empty((tokens, 1), dtype=torch.float32, device=grid.device)
-    piece = min(PIECE, triton.next_power_of_2(inner))
+    piece = min(PIECE, power_of_two(inner))
     _activate[(tokens,)](
         parts,
         hidden,
@@ -641,7 +642,7 @@ def _shared_expert(grid: Tensor, w13: quant.Matrix, w2: quant.Matrix, limit: flo
         ROUND=round_hidden,
         CARRY=by_row,
         PARTS=parts.shape[0],
-        PIECES=triton.cdiv(inner, piece),
+        PIECES=cdiv(inner, piece),
         PIECE=piece,
         num_warps=4,
         **launch(),

@@ -28,6 +28,7 @@ from torch import Tensor
 from benthic.kernels import quant
 from benthic.kernels.triton.quant import bound, carry_byte, e2m1_value, e8m0_value
 from benthic.kernels.triton.runtime import available as available
+from benthic.kernels.triton.runtime import cdiv
 
 BLOCK = 128  # weight rows, and columns, that lie together
 
@@ -206,7 +207,7 @@ def pack(weight: quant.Fp4Matrix, carried: bool, rows: Tensor | None = None) -> 
     offsets = torch.empty(experts * n * k // 32, dtype=torch.uint8, device=device)
     tops = torch.empty((experts, n), dtype=torch.uint8, device=device)
     base = torch.empty((experts, n), dtype=torch.float32, device=device)
-    _row_scales[(experts, triton.cdiv(n, 16))](
+    _row_scales[(experts, cdiv(n, 16))](
         codes, scales, order, tops, base, n, k, CARRIED=carried, ROWS=16, GROUPS=16, num_warps=4
     )
     _pack_block[(experts, n // 32, k // BLOCK)](

@@ -12,6 +12,7 @@ from torch import Tensor
 from benthic.kernels import moe_gate as plain
 from benthic.kernels.triton.gemm import launch, products, start
 from benthic.kernels.triton.runtime import available as available
+from benthic.kernels.triton.runtime import cdiv, power_of_two
 from benthic.kernels.triton.swiglu import exponential
 
 MOST = 32  # experts a row, at most
@@ -94,7 +95,7 @@ def route(h: Tensor, gate: Tensor, bias: Tensor, k: int, normalise: bool, scale:
     h = h if h.stride(1) == 1 else h.contiguous()
     parts = products(h, gate, torch.float32)[:, 0]  # [parts, T, E]
     bias = bias if bias.stride(-1) == 1 else bias.contiguous()
-    _choose[(triton.cdiv(rows, ROWS),)](
+    _choose[(cdiv(rows, ROWS),)](
         parts,
         bias,
         ids,
@@ -107,10 +108,10 @@ def route(h: Tensor, gate: Tensor, bias: Tensor, k: int, normalise: bool, scale:
         scale,
         PARTS=parts.shape[0],
         K=k,
-        SLOTS=triton.next_power_of_2(k),
+        SLOTS=power_of_two(k),
         NORMALISE=normalise and k > 1,
         ROWS=ROWS,
-        BLOCK=triton.next_power_of_2(experts),
+        BLOCK=power_of_two(experts),
         num_warps=4,
         **launch(),
     )

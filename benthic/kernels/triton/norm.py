@@ -13,6 +13,7 @@ from torch import Tensor
 from benthic.kernels import norm as plain
 from benthic.kernels.triton.quant import FLOATS, narrow, widen
 from benthic.kernels.triton.runtime import available as available
+from benthic.kernels.triton.runtime import cdiv, power_of_two
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -55,7 +56,7 @@ def chunked(width: int, most: int = 1024) -> tuple[int, int]:
     """(chunks, block): a width as chunks of a power of two, at most `most` channels; else one block that is masked."""
     block = min(width & -width, most)
     even = width > most and block >= 32 and width // block <= 16
-    return (width // block, block) if even else (1, triton.next_power_of_2(width))
+    return (width // block, block) if even else (1, power_of_two(width))
 
 
 def even_rows(x: Tensor) -> Tensor:
@@ -73,8 +74,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return y
     x, weight = even_rows(x), weight.contiguous()
     chunks, block = chunked(width)
-    rows_each = max(1, 1024 // triton.next_power_of_2(width))
-    _rms_norm[(triton.cdiv(x.shape[0], rows_each),)](
+    rows_each = max(1, 1024 // power_of_two(width))
+    _rms_norm[(cdiv(x.shape[0], rows_each),)](
         x,
         weight,
         y,

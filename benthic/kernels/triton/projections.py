@@ -30,6 +30,7 @@ from benthic.kernels.triton.quant import (
 )
 from benthic.kernels.triton.rope import rotate_pairs, turn
 from benthic.kernels.triton.runtime import available as available
+from benthic.kernels.triton.runtime import cdiv, power_of_two
 
 
 @triton.jit
@@ -281,7 +282,7 @@ def _grid_rows(
     scales = torch.empty((rows, groups), dtype=torch.float32, device=x.device)
     each = max(1, 8192 // span)
     each = 1 << (min(each, 8, rows).bit_length() - 1)
-    _onto_grid[(triton.cdiv(rows, each), groups)](
+    _onto_grid[(cdiv(rows, each), groups)](
         x,
         x if turned is None else turned.positions,
         x if turned is None else turned.freqs,
@@ -348,7 +349,7 @@ def attention_inputs(
         CHUNKS=chunks,
         BLOCK=block,
         WIDTH=width,
-        WIDTH_BLOCK=triton.next_power_of_2(width),
+        WIDTH_BLOCK=power_of_two(width),
         PAIRS=pairs,
         CARRY=carry,
         num_warps=4,
@@ -394,7 +395,7 @@ def attention_output(
         groups,
         PARTS=parts.shape[0],
         WIDTH=rank,
-        BLOCK=triton.next_power_of_2(rank),
+        BLOCK=power_of_two(rank),
         GROUPS=together,
         CARRY=carry,
         num_warps=4,

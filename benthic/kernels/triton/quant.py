@@ -30,6 +30,7 @@ from torch import Tensor
 
 from benthic.kernels import quant as plain
 from benthic.kernels.triton.runtime import available as available
+from benthic.kernels.triton.runtime import cdiv
 
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -402,7 +403,7 @@ def _round(kind: str, x: Tensor, group: int) -> Tensor | None:
     x, groups, per_row, stride = rows
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if groups:
-        _roundtrip[(triton.cdiv(groups, BLOCK),)](
+        _roundtrip[(cdiv(groups, BLOCK),)](
             x, y, groups, per_row, stride, KIND=kind, GROUP=group, BLOCK=BLOCK, num_warps=WARPS
         )
     return y
@@ -417,7 +418,7 @@ def _codes(kind: str, x: Tensor, group: int, scale_dtype: torch.dtype) -> tuple[
     codes = torch.empty((*x.shape[:-1], bytes_a_row), dtype=torch.uint8, device=x.device)
     scales = torch.empty((*x.shape[:-1], x.shape[-1] // group), dtype=torch.uint8, device=x.device)
     if groups:
-        _quantise[(triton.cdiv(groups, BLOCK),)](
+        _quantise[(cdiv(groups, BLOCK),)](
             x, codes, scales, groups, per_row, stride, KIND=kind, GROUP=group, BLOCK=BLOCK, num_warps=WARPS
         )
     return codes.view(plain.E4M3) if kind == "fp8" else codes, scales.view(scale_dtype)
@@ -458,7 +459,7 @@ def dequantise_fp8(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.flo
     codes, scales = codes.contiguous(), scales.contiguous()
     y = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     if scales.numel():
-        _dequantise_fp8[(triton.cdiv(scales.numel(), BLOCK),)](
+        _dequantise_fp8[(cdiv(scales.numel(), BLOCK),)](
             codes, scales, y, scales.numel(), GROUP=group, BLOCK=BLOCK, num_warps=WARPS
         )
     return y

@@ -15,6 +15,7 @@ from torch import Tensor
 from benthic.kernels import rope as plain
 from benthic.kernels.triton.quant import FLOATS, INTERPRETED, narrow, widen
 from benthic.kernels.triton.runtime import available as available
+from benthic.kernels.triton.runtime import cdiv, power_of_two
 
 ROWS, BLOCK, WARPS = 16, 64, 4  # heads of rows; channels that pass, 16 bytes a thread
 
@@ -122,7 +123,7 @@ def rotate(x: Tensor, positions: Tensor, freqs: Tensor, inverse: bool = False) -
     if x.stride(2) != 1:
         x = x.contiguous()
     lines = x.shape[0] * x.shape[1]
-    _rotate[(triton.cdiv(lines, ROWS),)](
+    _rotate[(cdiv(lines, ROWS),)](
         x,
         positions,
         freqs.contiguous(),
@@ -134,7 +135,7 @@ def rotate(x: Tensor, positions: Tensor, freqs: Tensor, inverse: bool = False) -
         positions.stride(0),
         PLAIN=channels - 2 * pairs,
         PAIRS=pairs,
-        PAIR_BLOCK=triton.next_power_of_2(max(pairs, 1)),
+        PAIR_BLOCK=power_of_two(max(pairs, 1)),
         ROWS=ROWS,
         BLOCK=BLOCK,
         INVERSE=inverse,

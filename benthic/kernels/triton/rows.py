@@ -7,6 +7,7 @@ from torch import Tensor
 
 from benthic.kernels import rows as plain
 from benthic.kernels.triton.runtime import available as available
+from benthic.kernels.triton.runtime import cdiv, power_of_two
 
 ROWS = 128  # a program
 
@@ -57,7 +58,7 @@ def begin_rows(told: Tensor, tables: Tensor, last_token: Tensor, history: Tensor
     ids, numbers, following = (torch.empty(count, dtype=torch.int64, device=told.device) for _ in range(3))
     before = torch.empty(count, kept, dtype=torch.int64, device=told.device)
     if count:
-        _begin_rows[(triton.cdiv(count, ROWS),)](
+        _begin_rows[(cdiv(count, ROWS),)](
             told,
             tables,
             last_token.contiguous(),
@@ -70,7 +71,7 @@ def begin_rows(told: Tensor, tables: Tensor, last_token: Tensor, history: Tensor
             told.stride(0),
             history.stride(0),
             KEPT=kept,
-            KEPT_BLOCK=triton.next_power_of_2(max(kept, 1)),
+            KEPT_BLOCK=power_of_two(max(kept, 1)),
             ROWS=ROWS,
             num_warps=4,
         )
@@ -107,7 +108,7 @@ def group_records(positions: Tensor, slots: Tensor, tables: Tensor, tokens: int,
     positions, slots = positions.contiguous(), slots.contiguous()
     visible, records = torch.empty_like(positions), torch.empty_like(positions)
     if positions.shape[0]:
-        _group_records[(triton.cdiv(positions.shape[0], ROWS),)](
+        _group_records[(cdiv(positions.shape[0], ROWS),)](
             positions,
             slots,
             tables,
@@ -166,7 +167,7 @@ def end_rows(
     before = before if before.stride(1) == 1 else before.contiguous()
     drawn = torch.empty(2, rows, dtype=torch.int64, device=ids.device)
     if rows:
-        _end_rows[(triton.cdiv(rows, ROWS),)](
+        _end_rows[(cdiv(rows, ROWS),)](
             ids.contiguous(),
             before,
             slots.contiguous(),
@@ -179,7 +180,7 @@ def end_rows(
             before.stride(0),
             history.stride(0),
             KEPT=kept,
-            KEPT_BLOCK=triton.next_power_of_2(max(kept, 1)),
+            KEPT_BLOCK=power_of_two(max(kept, 1)),
             ROWS=ROWS,
             num_warps=4,
         )

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from benthic.kernels.triton.runtime import available as available
+from benthic.kernels.triton.runtime import cdiv, power_of_two
 
 RUNS = tl.constexpr(256)  # of a row
 EACH = tl.constexpr(16)  # cells a run
@@ -742,14 +743,14 @@ def sample_rows(
         scratch(1, torch.int32),
     )  # fmt: skip
     undecided = few[-1]
-    run = max(triton.next_power_of_2(triton.cdiv(vocab, runs)), EACH.value)
-    slices = triton.cdiv(triton.cdiv(vocab, run), together)
+    run = max(power_of_two(cdiv(vocab, runs)), EACH.value)
+    slices = cdiv(cdiv(vocab, run), together)
     warps = min(max(together * run // 1024, 1), 16)  # 32 logits a thread
     where = (logits, logits if mask is None else mask, best)
     last = (vocab, logits.stride(0), mask is not None, run)
     _scan[(slices, rows)](*where, rough, others[0], *last, num_warps=warps)
     _choose[(rows,)](*where, rough, cells, *few, seeds, positions, *others, tokens, peaks, *last, num_warps=WARPS)
-    _sums[(triton.cdiv(slices, 4), rows)](*where, sums, undecided, others[0], *last, 4, num_warps=warps)
+    _sums[(cdiv(slices, 4), rows)](*where, sums, undecided, others[0], *last, 4, num_warps=warps)
     _exact[(rows,)](
         *where, sums, *few, seeds, positions, *others, tokens, *last, max(TILE, run), num_warps=WARPS
     )  # fmt: skip

@@ -8,6 +8,7 @@ from torch import Tensor
 from benthic.kernels import swiglu as plain
 from benthic.kernels.triton.quant import FLOATS, narrow, widen
 from benthic.kernels.triton.runtime import available as available
+from benthic.kernels.triton.runtime import cdiv
 
 ROWS, BLOCK, WARPS = 4, 256, 4
 
@@ -79,7 +80,7 @@ def swiglu(
     if y.numel() == 0:
         return y
     gate, up = (x if x.stride(1) == 1 else x.contiguous() for x in (gate, up))
-    _swiglu[(triton.cdiv(rows, ROWS), triton.cdiv(width, BLOCK))](
+    _swiglu[(cdiv(rows, ROWS), cdiv(width, BLOCK))](
         gate,
         up,
         weights,

@@ -10,12 +10,12 @@ timed here, so that two processes on one kind of device compute the same bits.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, lru_cache
+from functools import cache, lru_cache, wraps
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
@@ -23,6 +23,8 @@ from benthic.kernels import backends
 
 Config = dict[str, Any]
 Table = dict[str, dict[str, list[tuple[int, Config]]]]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def device_slug(name: str) -> str:
@@ -72,6 +74,39 @@ def _entry(device: str, op: str, key: str, rows: int, knobs: frozenset[str]) -> 
     buckets = table(device).get(op, {}).get(key, [])
     entry = next((entry for most, entry in buckets if rows <= most), buckets[-1][1] if buckets else {})
     return entry if knobs.issuperset(entry) else {}
+
+
+def bucket(rows: int) -> int:
+    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that holds so many rows, at least 1. Decisions are made for it
+    and not for the rows themselves, so that steps of these sizes show all kernels that any step will need."""
+    power = 1 << max(rows - 1, 0).bit_length()
+    return power * 3 // 4 if power >= 4 and rows <= power * 3 // 4 else power
+
+
+def buckets(most: int) -> tuple[int, ...]:
+    """All of them up to the one that holds `most`."""
+    found = [1]
+    while found[-1] < most:
+        found.append(bucket(found[-1] + 1))
+    return tuple(found)
+
+
+def remembered(decide: Callable[P, T]) -> Callable[P, T]:
+    """A decision that rests on hashable arguments, the device, its table and `backends.invariant()` alone, made once
+    for each: a step has hundreds of launches, and what the host spends on them the GPU waits for."""
+
+    @lru_cache(maxsize=1 << 14)
+    def kept(device: str, invariant: bool, *args: P.args, **kwargs: P.kwargs) -> T:
+        del device, invariant
+        return decide(*args, **kwargs)
+
+    @wraps(decide)
+    def ask(*args: P.args, **kwargs: P.kwargs) -> T:
+        if _trial.get() is not None:
+            return decide(*args, **kwargs)
+        return kept(device_name(), backends.is_invariant(), *args, **kwargs)
+
+    return ask
 
 
 # ---- for whoever makes a table ---------------------------------------------------------------------------------------
