@@ -88,7 +88,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     train.set_defaults(run_stage=_backbone)
     pack = stages.add_parser("pack", help="run folder -> checkpoint in the official format", allow_abbrev=False)
     pack.add_argument("--data", type=Path, required=True, help="data folder of the run")
-    pack.add_argument("--run", type=Path, required=True, help="run folder written by `benthic train backbone`")
+    pack.add_argument(
+        "--run", type=Path, required=True, help="run folder of `benthic train backbone`, or what it carried out"
+    )
+    pack.add_argument(
+        "--average",
+        type=_run_share,
+        metavar="RUN=SHARE",
+        help="give the text model this share of another run's weights, above 0 and below 1",
+    )
     pack.add_argument("--drafter", type=Path, help="run folder written by `benthic train drafter`; default: untrained")
     pack.add_argument("--out", type=Path, required=True, help="checkpoint folder to write")
     pack.add_argument("--replace", action="store_true", help="take the place of a checkpoint that is there")
@@ -178,6 +186,17 @@ def _skill_tokens(text: str) -> tuple[str, int]:
     if not (name and count.isascii() and count.isdigit()):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form SKILL=N, with a whole number N")
     return name, int(count)
+
+
+def _run_share(text: str) -> tuple[Path, float]:
+    folder, _, number = text.rpartition("=")
+    try:
+        share = float(number)
+    except ValueError:
+        share = 0.0
+    if not (folder and 0 < share < 1):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form RUN=SHARE, with a share above 0 and below 1")
+    return Path(folder), share
 
 
 def _seconds(text: str) -> float:
@@ -507,12 +526,13 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 
 def _run_masters(data_folder: Path, run: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Of a backbone's run folder: the model config, the masters by name, and the saved state."""
+    """Of a backbone's run folder, or of what it carried out: the model config, the masters by name, and the rest of
+    the state. Raises BadTrainingState."""
     import torch
 
     from benthic.models.deepseek_v41_config import ModelConfig
     from benthic.text.tokenizer import Tokenizer
-    from benthic.train import loop, loss, pack
+    from benthic.train import carry, loop, loss, pack
     from benthic.train.settings import Settings
 
     config_json = pack.read_config(data_folder)
@@ -522,6 +542,8 @@ def _run_masters(data_folder: Path, run: Path) -> tuple[dict[str, Any], dict[str
     config = ModelConfig.from_json(config_json)
     trainer = loop.Trainer(config, classes, loss.Ids.of(tokenizer), settings, torch.device("cpu"))
     state_file = run / loop.STATE_FILE
+    if carry.files(run) and not state_file.is_file():
+        return config_json, *loop.carried(trainer, run)
     state = loop.read_state(state_file, trainer.device)
     trainer.restore(state, state_file)
     return config_json, trainer.optimiser.masters() | trainer.biases(), state
@@ -533,6 +555,9 @@ def _pack(args: argparse.Namespace) -> int:
 
     config_json, masters, state = _run_masters(args.data, args.run)
     seed = state["settings"]["seed"]
+    if args.average is not None:
+        other, share = args.average
+        masters = pack.averaged(masters, _run_masters(args.data, other)[1], share)
     if args.drafter is not None:
         config = ModelConfig.from_json(config_json)
         masters |= drafter.from_run(config, args.drafter, dict(pack.official(config, masters, seed)))

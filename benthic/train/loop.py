@@ -405,6 +405,15 @@ def carry_out(trainer: Trainer, out: Path, folder: Path) -> int:
     return size
 
 
+def carried(trainer: Trainer, folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What `carry_out` wrote: masters and router biases, and the rest of the state. Raises BadTrainingState."""
+    tensors, extra = carry.read(folder)
+    shapes = {name: tensor.shape for name, tensor in (trainer.optimiser.masters() | trainer.biases()).items()}
+    if shapes != {name: tensor.shape for name, tensor in tensors.items()}:
+        raise BadTrainingState(folder, "its weights have other shapes than the model config of the data folder")
+    return tensors, extra
+
+
 @torch.no_grad()
 def carry_in(trainer: Trainer, folder: Path, out: Path) -> bool:
     """Make a state for `run` in `out` of what `carry_out` wrote, where there is no state and something was carried.
@@ -413,10 +422,7 @@ def carry_in(trainer: Trainer, folder: Path, out: Path) -> bool:
     """
     if (out / STATE_FILE).is_file() or not carry.files(folder):
         return False
-    tensors, extra = carry.read(folder)
-    shapes = {name: tensor.shape for name, tensor in (trainer.optimiser.masters() | trainer.biases()).items()}
-    if shapes != {name: tensor.shape for name, tensor in tensors.items()}:
-        raise BadTrainingState(folder, "its weights have other shapes than the model config of the data folder")
+    tensors, extra = carried(trainer, folder)
     trainer.optimiser.begin_at(tensors)
     for name, bias in trainer.biases().items():
         bias.copy_(tensors[name])

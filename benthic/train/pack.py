@@ -51,6 +51,18 @@ def official(config: ModelConfig, masters: dict[str, Tensor], seed: int) -> Iter
             yield from stored(name, value, specs[name])
 
 
+def averaged(masters: dict[str, Tensor], other: dict[str, Tensor], share: float) -> dict[str, Tensor]:
+    """Masters of a run with a share, in (0, 1), of another's in their text model; the vision tower stays.
+
+    The other is the same run when it had ended before, and went on at a higher rate. Two ends of one run lie in one
+    valley of the loss, and what each of them knows of its texts by heart counts less in the mean of both.
+    """
+    return {
+        name: value if name.startswith(backbone.TOWER) else value.float() * (1 - share) + other[name].float() * share
+        for name, value in masters.items()
+    }
+
+
 def write(
     out: Path, data_folder: Path, config_json: dict[str, Any], masters: dict[str, Tensor], seed: int, *, replace: bool
 ) -> int:

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from benthic.cli import train
 from benthic.cli.main import main
 from benthic.models.weights import Checkpoint
 from benthic.skills.base import SKILLS
-from benthic.train import corpus, data, evaluate, loop
+from benthic.train import corpus, data, evaluate, loop, pack
 from tests.train.small import small_corpus, small_json
 
 SKILL_TOKENS = dict.fromkeys(SKILLS, 0) | {"needle": 3000, "copy": 1500}
@@ -293,6 +294,27 @@ def test_a_run_with_other_settings(root: Path, tmp_path: Path, capsys: pytest.Ca
     assert "other settings (seed)" in refused(capsys, 2, *command, "--seed", "1")
     (tmp_path / loop.STATE_FILE).write_bytes(b"")
     assert "state.pt: it is no saved state, or a damaged one" in refused(capsys, 2, *command)
+
+
+def test_pack_averages_two_runs(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data_folder, out, carried = root / "data", tmp_path / "run", tmp_path / "carried"
+    masters: list[dict[str, torch.Tensor]] = []
+    for seed, folder in ((0, out), (1, tmp_path / "other")):
+        backbone = ("backbone", "--data", data_folder, "--out", folder, *RUN, *AT_ONCE, "--seed", str(seed))
+        good(capsys, *backbone, *(("--carry", carried) if seed else ()))
+        masters.append(train._run_masters(data_folder, folder)[1])
+    one, other = masters
+    command = ("pack", "--data", data_folder, "--run", out, "--out", tmp_path / "mean")
+    good(capsys, *command, "--average", f"{carried}=0.25")
+    mean = {
+        name: value if name.startswith("vision.") else 0.75 * value + 0.25 * other[name].bfloat16().float()
+        for name, value in one.items()
+    }
+    pack.write(tmp_path / "wanted", data_folder, pack.read_config(data_folder), mean, 0, replace=False)
+    assert Checkpoint.open(tmp_path / "mean").digest() == Checkpoint.open(tmp_path / "wanted").digest()
+    for wrong in ("0.5", f"{carried}=", f"{carried}=1", f"{carried}=0", f"{carried}=nan"):
+        assert "RUN=SHARE" in refused(capsys, 2, *command, "--replace", "--average", wrong)
+    assert "state.pt: no such file" in refused(capsys, 2, *command, "--replace", "--average", "elsewhere=0.5")
 
 
 def test_pack_needs_the_state_of_a_run(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
