@@ -233,14 +233,16 @@ def steps(found: Found, link: str) -> str:
         )
         lines += ["", "Where it goes at the first context, ms measured / floor:", ""]
         lines.append(grid(("part", *(f"{step['rows']} rows" for step in spent)), cells))
-    for way in ("encoder", "all layers"):
+    whole = {key: found["prefill"][key] for key in ("tokens", "chunk") if key in found["prefill"]}
+    for way in ("encoder", "all layers", "all layers in short chunks"):
         if way in found["prefill"]:
-            part, tokens = found["prefill"][way], found["prefill"]["tokens"]
-            best = tokens / part["floor_seconds"]
-            lines += [
-                "",
-                f"Prefill of {tokens} tokens, {way}: {part['tokens_per_second']:.0f} tokens/s, floor {best:.0f}.",
-            ]
+            part = whole | found["prefill"][way]
+            tokens, best = part["tokens"], part["tokens"] / part["floor_seconds"]
+            line = f"Prefill of {tokens} tokens, {way}, {part['chunk']} at a time: "
+            line += f"{part['tokens_per_second']:.0f} tokens/s, floor {best:.0f}"
+            if "launch_seconds" in part:
+                line += f"; the host launched for {100 * part['launch_seconds'] / part['seconds']:.0f} % of the time"
+            lines += ["", f"{line}."]
     drawn = Path(link).with_suffix(".png")
     if (Path(__file__).parent / drawn).is_file():
         lines += ["", f"![steps by part]({drawn.as_posix()})"]

@@ -41,6 +41,8 @@ from benthic.types import NUMERICS
 
 # Loads of minnow's 16 experts over the mean, sorted; 24 steps of about 500 held-out rows, mean of 10 layers.
 SKEW = (1.83, 1.52, 1.41, 1.28, 1.18, 1.11, 1.04, 0.97, 0.91, 0.86, 0.81, 0.75, 0.69, 0.63, 0.56, 0.48)
+SHORT_CHUNKS = "all layers in short chunks"
+PREFILLS = ("encoder", "all layers", SHORT_CHUNKS)
 DRAFTED = 6  # rows of a request that verifies five drafts
 ACCEPTED = 3.5  # tokens such a step gives, assumed
 NEEDED = ("attend", "select_records", "write_records", "ring_write", "linear", "experts", "route", "sample_rows")
@@ -481,27 +483,43 @@ def decode(rank: Rank, timer: Timer, ceilings: Ceilings, rows: int, context: int
 
 
 def time_prefill(rank: Rank, ceilings: Ceilings) -> dict[str, Any]:
-    """A prompt in chunks, launched as they come: the layers below the split alone, and all layers."""
+    """A prompt in chunks, launched as they come: the layers below the split alone, and all layers; and the last tokens
+    of it in short chunks, as they come between decode rows, where what the host does for a launch shows.
+
+    launch_seconds  of the host, until the last chunk was launched: next to all of the time, it waits for the GPU; all
+                    of it, the GPU waits for the host.
+    """
     options, length = rank.options, rank.options.prefill
     found: dict[str, Any] = {"tokens": length, "chunk": options.chunk}
-    ways: dict[str, tuple[int, Callable[[Batch], object]]] = {
-        "encoder": (rank.config.text.split, rank.encode),
-        "all layers": (len(rank.model.plan), lambda b: rank.model.forward(b, rank.model.memory(rank.storage, b))),
+    split, every = rank.config.text.split, len(rank.model.plan)
+    whole: Callable[[Batch], object] = lambda b: rank.model.forward(b, rank.model.memory(rank.storage, b))  # noqa: E731
+    short_chunk, last = max(options.chunk // 8, 1), max(length - options.chunk, 0)
+    ways: dict[str, tuple[int, Callable[[Batch], object], int, int]] = {
+        "encoder": (split, rank.encode, 0, options.chunk),
+        "all layers": (every, whole, 0, options.chunk),
+        SHORT_CHUNKS: (every, whole, last, short_chunk),
     }
-    for name, (layers, forward) in ways.items():
-        batches = [rank.prefill_batch(at, min(options.chunk, length - at)) for at in range(0, length, options.chunk)]
+    for name, (layers, forward, begin, chunk) in ways.items():
+        batches = [rank.prefill_batch(at, min(chunk, length - at)) for at in range(begin, length, chunk)]
         forward(batches[0])  # compiles
         _sync(rank.device)
-        samples: list[float] = []
+        samples: list[tuple[float, float]] = []
         for _ in range(2 if rank.device.type == "cuda" else 1):
             started = perf_counter()
             for batch in batches:
                 forward(batch)
+            launched = perf_counter() - started
             _sync(rank.device)
-            samples.append(perf_counter() - started)
-        took = min(samples)
-        floor = length * prefill_floor(rank.config.text, options.numerics, ceilings, layers)
-        found[name] = {"seconds": took, "tokens_per_second": length / took, "floor_seconds": floor}
+            samples.append((perf_counter() - started, launched))
+        (took, launched), tokens = min(samples), length - begin
+        found[name] = {
+            "tokens": tokens,
+            "chunk": chunk,
+            "seconds": took,
+            "launch_seconds": launched,
+            "tokens_per_second": tokens / took,
+            "floor_seconds": tokens * prefill_floor(rank.config.text, options.numerics, ceilings, layers),
+        }
     return found
 
 
@@ -552,15 +570,15 @@ def measures(steps: Sequence[dict[str, Any]], prefill: dict[str, Any], targets: 
                 found.append(
                     Measure(name=f"  {ACCEPTED} accepted", value=step[key], unit=unit, target=target, better="more")
                 )
-    for way in ("encoder", "all layers"):
+    for way in PREFILLS:
         if way in prefill:
             part = prefill[way]
             found.append(
                 Measure(
-                    name=f"prefill {short(prefill['tokens'])}, {way}",
+                    name=f"prefill {short(part['tokens'])}, {way}",
                     value=part["tokens_per_second"],
                     unit="tokens/s",
-                    estimate=prefill["tokens"] / part["floor_seconds"],
+                    estimate=part["tokens"] / part["floor_seconds"],
                     target=PREFILL_TARGET if targets and way == "encoder" else None,
                     better="more",
                 )

@@ -206,6 +206,10 @@ def test_whole_run(found: dict[str, Any]) -> None:
     assert drafted["tokens_per_second"] == pytest.approx(2 * 3.5e3 / drafted["step_ms"])
     prefill = found["prefill"]
     assert prefill["encoder"]["floor_seconds"] < prefill["all layers"]["floor_seconds"]
+    assert prefill.keys() >= set(rank.PREFILLS)
+    assert all(0 < prefill[way]["launch_seconds"] <= prefill[way]["seconds"] for way in rank.PREFILLS)
+    assert [prefill[way]["tokens"] for way in rank.PREFILLS] == [48, 48, SMALL.chunk]
+    assert prefill[rank.SHORT_CHUNKS]["chunk"] == SMALL.chunk // 8
     assert json.loads(json.dumps(found)) is not None
 
 
@@ -350,7 +354,7 @@ def test_time_that_kernels_cover() -> None:
 def test_targets() -> None:
     step = {"rows": 384, "context": 4096, "step_ms": 20.0, "floor_ms": 16.0, "rows_a_request": 6, "requests": 64}
     step |= {"tokens_per_second": 5600.0, "tokens_per_second_a_user": 87.5}
-    prefill = {"tokens": 32768, "encoder": {"tokens_per_second": 21000.0, "floor_seconds": 1.0}}
+    prefill = {"encoder": {"tokens": 32768, "tokens_per_second": 21000.0, "floor_seconds": 1.0}}
     found = rank.measures([step], prefill, targets=True)
     assert [(m["value"], m.get("target")) for m in found] == [
         (20.0, 24.0),
