@@ -61,5 +61,23 @@ def parts(up: str) -> str:
     return f"{source(found, up + link.removeprefix('../'))}\n\n{grid(head, rows, words=2)}"
 
 
+def stories(count: int) -> str:
+    """The first stories at T = 0.8, unedited."""
+    got = read("eval-minnow-reference", CPU)
+    if got is None or "stories" not in got[0].get("suites", {}):
+        return absent(COMMAND)
+    told = [story for story in got[0]["suites"]["stories"]["samples"] if story["temperature"] == 0.8][:count]
+    cut = ", falls into a loop"
+    return "\n\n".join(
+        f"**{story['prompt']}** (seed {story['seed']}{cut if story['loops'] else ''})\n\n"
+        + "\n>\n".join(f"> {line.strip()}" for line in story["text"].strip().splitlines() if line.strip())
+        for story in told
+    )
+
+
 README: dict[str, Callable[[], str]] = {"minnow answers": lambda: bars("")}
-OF_MINNOW: dict[str, Callable[[], str]] = {"bars": lambda: bars("../"), "parts": lambda: parts("../")}
+OF_MINNOW: dict[str, Callable[[], str]] = {
+    "bars": lambda: bars("../"),
+    "parts": lambda: parts("../"),
+    "stories": lambda: stories(10),
+}
