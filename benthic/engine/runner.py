@@ -133,18 +133,17 @@ class Runner:
                 self._compute(uploads.step(StepPlan(0, tuple(chunks), draws)))
 
         longest = storage.table_blocks * storage.block_tokens
-        contexts = [n for n in (8**i * storage.block_tokens for i in range(1, 10)) if n < longest] + [longest]
+        contexts = [n for n in (2**i * storage.block_tokens for i in range(1, 24)) if n < longest] + [longest]
         with backends.invariant(self.deterministic):
             for size in reversed(sizes(most)):
                 self._compute(batches.unpack(columns[:, :size].contiguous(), storage))
             for length in lengths:
                 take([length])
-                take([length], start=storage.block_tokens, hit=True)
-                if length > 1:
-                    take([length], length // 2)
                 if length > 3:
                     take([3] * (length // 3) + [length % 3] * (length % 3 > 0))
-            for length in lengths[2::4]:
+            for length in (*lengths[2:-1:4], *lengths[-1:]):
+                take([length], start=storage.block_tokens, hit=True)
+                take([length], length // 2)
                 for context in contexts:
                     if length < context:
                         take([length], start=context - length)

@@ -86,18 +86,19 @@ def test_a_rehearsal_takes_every_size_and_length_that_fits(model: DeepseekV41, m
         return compute(step)
 
     monkeypatch.setattr(runner, "_compute", counted)
-    runner.rehearse((1, BLOCK + 1, 4 * BLOCK, 4 * BLOCK + 1))
-    some = [
+    runner.rehearse((1, 2, 3, 4, 12, 4 * BLOCK, 4 * BLOCK + 1))
+    known = [
         1,
-        1,
-        *([BLOCK + 1] * 3),
-    ]  # whole, behind a hit, with a beginning skipped; there are no slots for its pieces
-    longest = [4 * BLOCK] * 2  # and no room behind a hit; what is longer has no room at all
-    assert rows == [4, 2, 1, *some, *longest]
-    rows.clear()
-    runner.rehearse((1, 2, 12))
-    behind = [2, 12, 12, 12, 12]  # whole, behind a hit, with a beginning skipped, as four pieces; at the end of a table
-    assert rows == [4, 2, 1, 1, 1, 2, 2, *behind, 12]
+        2,
+        3,
+        4,
+        4,
+        12,
+        12,
+        4 * BLOCK,
+    ]  # whole, and as four pieces at most; what is longer than a table not at all
+    of_three = [3, 3, 3, 3]  # behind a hit, with a beginning skipped; at the end of two blocks and of a table
+    assert rows == [4, 2, 1, *known, *of_three]
 
 
 def test_a_rehearsal_leaves_nothing_that_counts(model: DeepseekV41):

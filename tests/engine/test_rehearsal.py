@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(("numerics", "context"), [("production", 16384), ("fast", 2048)])
+@pytest.mark.parametrize(("numerics", "context"), [("production", 1 << 20), ("fast", 16384)])
 def test_random_steps_ask_for_no_kernel_that_was_not_rehearsed(numerics: str, context: int) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
