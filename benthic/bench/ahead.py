@@ -19,8 +19,9 @@ from triton.runtime import driver
 from benthic.bench import report, tune
 from benthic.bench.cases import RELEASE, Case, Cases, Sizes
 from benthic.bench.operands import Operands
-from benthic.cache.spec import CacheSpec
+from benthic.cache.spec import CacheSpec, blocks_for
 from benthic.cache.storage import Storage
+from benthic.config import Config
 from benthic.engine.runner import Runner
 from benthic.engine.sampler import Sampler
 from benthic.errors import KernelBuildError
@@ -153,7 +154,8 @@ def of_model(checkpoint: Checkpoint, numerics: str, slots: int, lengths: Iterabl
     profile = NUMERICS[numerics]
     with packed_weights():
         model = from_checkpoint(checkpoint, profile)
-    storage = Storage(model.cache_spec, 1 + max(slots, 64), slots + 1, CPU)
+    longest = blocks_for(checkpoint.config.text.max_position_embeddings)
+    storage = Storage(model.cache_spec, 1 + max(slots, 64), slots + 1, CPU, table_blocks=longest)
     Runner(model, storage, Sampler(model.vocab_size, CPU), on_device=True).rehearse(lengths)
 
 
@@ -213,7 +215,7 @@ def found(options: Options, say: Callable[[str], None] = lambda _: None) -> dict
             checkpoint = Checkpoint.open(name)
             for numerics in options.profiles:
                 say(f"{name}, {numerics}")
-                of_model(checkpoint, numerics, 32, (1, 2, 16, 33, 64, 96, 128, 256, 512, 1024))
+                of_model(checkpoint, numerics, 32, tuning.buckets(Config().scheduler.token_budget))
     return jobs
 
 
