@@ -114,7 +114,10 @@ def test_rank(tables: ModuleType, tmp_path: Path) -> None:
         "parts_ms": {"head": 0.5, "experts": 11.0},
         "floors_ms": {"experts": 10.0},
     }
-    prefill = {"tokens": 32768, "encoder": {"tokens_per_second": 21000.0, "floor_seconds": 1.0}}
+    encoder = {"tokens_per_second": 21000.0, "floor_seconds": 1.0}
+    pieces = {"tokens": 4096, "chunk": 512, "seconds": 0.5, "launch_seconds": 0.4}
+    pieces |= {"tokens_per_second": 8192.0, "floor_seconds": 0.125}
+    prefill = {"tokens": 32768, "chunk": 4096, "encoder": encoder, "all layers in short chunks": pieces}
     steps = [step, {"rows": 64, "context": 4096, "error": "no"}]
     keep(tmp_path, "rank-ep8-fast", {"steps": steps, "prefill": prefill})
     lines = tables.rank().splitlines()
@@ -122,7 +125,9 @@ def test_rank(tables: ModuleType, tmp_path: Path) -> None:
     assert "| 384 | 64 | 128K | 17.23 | 15.70 | 1.10 | 13000 | 203 | 0.4 % |" in lines
     at = lines.index("| experts | 11.00 / 10.00 |")
     assert lines[at + 1] == "| head | 0.50 / 0.00 |"
-    assert "Prefill of 32768 tokens, encoder: 21000 tokens/s, floor 32768." in lines
+    assert "Prefill of 32768 tokens, encoder, 4096 at a time: 21000 tokens/s, floor 32768." in lines
+    short = "Prefill of 4096 tokens, all layers in short chunks, 512 at a time: 8192 tokens/s, floor 32768; the host"
+    assert f"{short} launched for 80 % of the time." in lines
 
 
 def test_invariance_and_minnow(tables: ModuleType, tmp_path: Path) -> None:
@@ -205,9 +210,18 @@ def test_minnow(tables: ModuleType, tmp_path: Path) -> None:
         share | {"name": "needle among 512 tokens, random", "value": 0.02, "target": 0.1, "better": "less"},
         {"name": "perplexity", "value": 5.3, "unit": "per token"},
     ]
+    told = [
+        {"prompt": f"Story {i}", "temperature": t, "seed": i, "text": f"One.\n\nTwo {i}.\n", "loops": i == 1}
+        for t in (0.0, 0.8)
+        for i in range(3)
+    ]
     found = {
         "measures": measures,
-        "suites": {"bits": {"measures": measures[:1]}, "ladder": {"measures": measures[1:3]}},
+        "suites": {
+            "bits": {"measures": measures[:1]},
+            "ladder": {"measures": measures[1:3]},
+            "stories": {"samples": told},
+        },
     }
     path = tmp_path / "amd-epyc-2-cores" / "eval-minnow-reference.json"
     path.parent.mkdir()
@@ -222,6 +236,8 @@ def test_minnow(tables: ModuleType, tmp_path: Path) -> None:
         "| `ladder` | needle among 512 tokens | 94.0 ± 1.2 % | share right | 64 |",
         "|  | needle among 512 tokens, dense | 100.0 ± 1.2 % | share right | 64 |",
     ]
+    first, second = "**Story 0** (seed 0)\n\n> One.\n>\n> Two 0.", "**Story 1** (seed 1, falls into a loop)"
+    assert minnow.stories(2) == f"{first}\n\n{second}\n\n> One.\n>\n> Two 1."
 
 
 def test_loop(tables: ModuleType, tmp_path: Path) -> None:
