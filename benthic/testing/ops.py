@@ -435,9 +435,23 @@ def _rule(name: str, args: tuple[Any, ...], fp8: bool) -> tuple[str, Tensor | No
         return ("linear_fp8" if fp8 else "linear"), size.double()
     if name == "experts":
         return ("experts_fp8" if fp8 else "experts_rounded" if args[6] else "experts"), None
+    if name == "engram_gate":
+        return name, _gate_size(*args[:5])
     if name in ("attend", "sink_attention"):
         return ("sink_attention_rounded" if args[-1] else "sink_attention"), None
     return (name if name in TOLERANCES else "linear"), None
+
+
+def _gate_size(s: Tensor, keys: Tensor, value: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[T, S, D] of an Engram gate: its summands, and what the order of its dot moves through a root, which is steep
+    near zero and has another sign on its other side."""
+    stream, key, added = s.double(), keys.double(), value.double()[:, None]
+    norms = (stream.square().mean(dim=-1) + eps).rsqrt() * (key.square().mean(dim=-1) + eps).rsqrt()
+    terms = stream * weight.double() * key * (norms * s.shape[-1] ** -0.5)[..., None]
+    dot, reach = terms.sum(dim=-1).abs(), TOLERANCES["linear"].absolute * terms.abs().sum(dim=-1)
+    floor = engram.GATE_FLOOR
+    moved = 0.125 * reach * (dot - reach).clamp(min=floor).rsqrt() + torch.where(dot <= reach, 0.5 * floor**0.5, 0.0)
+    return largest(stream.abs() + added.abs()) + moved[..., None] * added.abs() / TOLERANCES["engram_gate"].absolute
 
 
 def largest(x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benthic.kernels import quant
+from benthic.kernels import engram, quant
 from benthic.testing import ops
 from benthic.testing.tolerances import MOVED_RMS, SUMS, excess, regridded
 
@@ -48,3 +48,27 @@ def test_only_products_of_codes_under_one_scale_a_row_have_fp8_sums() -> None:
     assert not ops._fp8("rotate", (x, x))
     assert ops._rule("linear", (x, quant.by_row(blocks)), True)[0] == "linear_fp8"
     assert ops._rule("linear", (x, quant.by_row(blocks)), False)[0] == "linear"
+
+
+def test_a_gate_whose_dot_is_next_to_nothing() -> None:
+    """Another order of the dot's sum moves the gate by much there, and is no fault; the other sign elsewhere is one."""
+    make = torch.Generator().manual_seed(0)
+    s, keys = torch.randn(2, 4000, 1, 96, generator=make).unbind(0)
+    value, weight = torch.randn(4000, 96, generator=make), torch.ones(1, 96)
+    dot = (s * keys).sum(dim=-1, keepdim=True)
+    near = torch.logspace(-9, -2, 4000)[:, None, None] * keys.norm(dim=-1, keepdim=True)
+    s = s + (near - dot) * keys / keys.square().sum(dim=-1, keepdim=True)  # dots from 1e-9 up
+    args = (s, keys, value, weight, 1e-6)
+    order = torch.randperm(96, generator=make)
+    want = engram.engram_gate_reference(*args)
+    mixed = engram.engram_gate_reference(s[..., order], keys[..., order], value[:, order], weight[:, order], 1e-6)
+    got = torch.empty_like(mixed)
+    got[..., order] = mixed
+    assert excess("engram_gate", got, want.double(), ops.largest(want)) > 2  # by the size of the result alone
+    (found,) = ops.findings("engram_gate", args, args, args, want, got)
+    assert found.error < 1
+    turned = engram.engram_gate_reference(-s, keys, value, weight, 1e-6) + 2 * s
+    far = slice(2000, None)  # the larger dots
+    args = (s[far], keys[far], value[far], weight, 1e-6)
+    (found,) = ops.findings("engram_gate", args, args, args, want[far], turned[far])
+    assert found.error > 2
