@@ -1,10 +1,11 @@
 """How long a step will take, from what is in it: a small linear model, fitted at start (`first_steps.py`) and kept up
 while steps run. No torch, no clock.
 
-    seconds = fixed + decode rows + prompt rows + context + pairs + logits      each times a coefficient >= 0
+    seconds = fixed + decode rows + prompt rows + context + pairs + logits + prompt     each times a coefficient >= 0
 
-`context` counts the tokens that the step's chunks read, each chunk once (a decode row scans what its request has);
-`pairs` counts, for every row of a prompt, the tokens before it.
+`prompt` is 1 where there are prompt rows at all: no graph holds such a step, it is launched kernel by kernel, and the
+host may take longer for that than the device. `context` counts the tokens that the step's chunks read, each chunk once
+(a decode row scans what its request has); `pairs` counts, for every row of a prompt, the tokens before it.
 
 Each step that is over adds one equation. Older ones fade, by `MEMORY` steps, and all weigh by relative error, so that a
 long prefill does not drown the decode steps. The coefficients are those of least squares with none below zero, found by
@@ -62,6 +63,7 @@ class Coefficients(NamedTuple):
     context: float = 0.0
     pair: float = 0.0
     logit: float = 0.0
+    prompt: float = 0.0
 
 
 class CostModel:
@@ -90,10 +92,11 @@ class CostModel:
             + c.context * shape.context
             + c.pair * shape.pairs
             + c.logit * shape.logits
+            + c.prompt * (shape.rows > 0)
         )
 
     def chunk_seconds(self, start: int, count: int) -> float:
-        """What a chunk of a prompt adds to a step."""
+        """What a chunk of a prompt adds to a step that has one."""
         c = self.now
         return c.row * count + c.context * (start + count) + c.pair * count * (start + count / 2)
 
@@ -103,7 +106,7 @@ class CostModel:
         return c.decode + c.logit + c.context * context
 
     def rows_within(self, seconds: float, start: int) -> int:
-        """Most rows of a chunk at position `start` that add no more than that to a step. 0: not even one."""
+        """Most rows of a chunk at position `start` that add no more than that to a step with prompt rows. 0: none."""
         c = self.now
         if seconds == math.inf:
             return 10**9
@@ -129,7 +132,7 @@ class CostModel:
         scale = max(told, 1e-9) if known else seconds
         weight /= scale * scale
         keep = self._keep
-        terms = (1.0, *shape)
+        terms = (1.0, *shape, float(shape.rows > 0))
         for i, term in enumerate(terms):
             row = self._products[i]
             weighted = weight * term

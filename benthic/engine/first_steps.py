@@ -193,11 +193,14 @@ def _known_steps(limits: Limits) -> Sequence[StepPlan]:
 
     room, slots = limits.context, limits.slots
     few, deep = min(room - 1, 64), room - 1
-    lengths = [rows for rows in (32, 256, 2048) if rows <= min(room, limits.token_budget)]
+    most = min(room, limits.token_budget)
+    lengths = [rows for rows in ((32, 256, 2048) if most >= 256 else (8, 32)) if rows <= most]
     found = [plan([(1, few, 1)]), *(plan([(1, 0, rows)]) for rows in lengths[:2])]
     counts = sorted({1, max(slots // 4, 1), slots})
     found += [plan([(slot, few, 1) for slot in range(1, count + 1)]) for count in counts[1:]]
     found += [plan([(slot, deep, 1) for slot in range(1, counts[-1] + 1)])]
+    if lengths and slots > 1 and lengths[0] < limits.token_budget:
+        found.append(plan([(1, few, 1), (2, 0, lengths[0])]))  # both kinds, which no sum of the others shows
     if lengths and deep - lengths[0] > 4 * few:
         found.append(plan([(1, deep - lengths[0], lengths[0])]))
     found += [plan([(1, 0, rows)]) for rows in lengths[2:]]

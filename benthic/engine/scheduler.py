@@ -534,11 +534,12 @@ class Scheduler:
         decodes, left = len(rows), self.token_budget - len(rows)
         if not decodes or not self.cost.ready or not (self.itl_seconds or self.itl_stretch):
             return _Room(left)
-        base = self.cost.seconds(Shape(decodes, context=sum([b.length for b in rows]), logits=decodes))
-        most = self.itl_seconds or self.itl_stretch * base
+        least = self.cost.now.prompt  # with a row of a prompt
+        least += self.cost.seconds(Shape(decodes, context=sum([b.length for b in rows]), logits=decodes))
+        most = self.itl_seconds or self.itl_stretch * least
         if self.prompt_slowdown:
             most *= max([1.0, *(self._late(b) for b in prefills if not b.output_tokens)])
-        return _Room(left, most - base, self.prefill_floor)
+        return _Room(left, most - least, self.prefill_floor)
 
     def _late(self, b: Branch) -> float:
         """How long ago a prompt could have begun, as far as slots and blocks go, over the time it may take.

@@ -85,6 +85,19 @@ def test_a_prompt_goes_on_whatever_the_target_is():
     assert beside_decodes.count(5) > 10
 
 
+def test_what_no_step_with_a_prompt_can_do_without_is_no_reason_for_short_chunks():
+    """Where no graph holds such a step it takes ten times as long, with one row or with a hundred."""
+    rows: list[float] = []
+    for extra in (0.0, 0.1):
+        loop, plans = world(itl_stretch=1.5, cost=CostModel(COST._replace(prompt=extra)))  # type: ignore[arg-type]
+        run_mixed(loop)
+        chunks = [[len(c.tokens) for c in plan.chunks if len(c.tokens) > 1] for plan in plans]
+        beside = [sum(some) for some, plan in zip(chunks, plans, strict=True) if some and len(some) < len(plan.chunks)]
+        rows.append(sum(beside) / len(beside))
+    assert rows[0] < 50
+    assert rows[1] > 80
+
+
 def test_without_decode_rows_a_prompt_gets_the_whole_budget():
     loop, plans = world(itl_seconds=1e-9)
     loop.inbox.put(Request(1, prompt(330), greedy(max_tokens=1), seed=0))
