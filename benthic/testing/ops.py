@@ -443,15 +443,18 @@ def _rule(name: str, args: tuple[Any, ...], fp8: bool) -> tuple[str, Tensor | No
 
 
 def _gate_size(s: Tensor, keys: Tensor, value: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[T, S, D] of an Engram gate: its summands, and what the order of its dot moves through a root, which is steep
-    near zero and has another sign on its other side."""
+    """[T, S, D] of an Engram gate: the largest of the row, and what the order of its dot moves through a root, which is
+    steep near zero and has another sign on its other side."""
     stream, key, added = s.double(), keys.double(), value.double()[:, None]
     norms = (stream.square().mean(dim=-1) + eps).rsqrt() * (key.square().mean(dim=-1) + eps).rsqrt()
     terms = stream * weight.double() * key * (norms * s.shape[-1] ** -0.5)[..., None]
-    dot, reach = terms.sum(dim=-1).abs(), TOLERANCES["linear"].absolute * terms.abs().sum(dim=-1)
+    dot, reach = terms.sum(dim=-1), TOLERANCES["linear"].absolute * terms.abs().sum(dim=-1)
     floor = engram.GATE_FLOOR
-    moved = 0.125 * reach * (dot - reach).clamp(min=floor).rsqrt() + torch.where(dot <= reach, 0.5 * floor**0.5, 0.0)
-    return largest(stream.abs() + added.abs()) + moved[..., None] * added.abs() / TOLERANCES["engram_gate"].absolute
+    gate = torch.sigmoid(torch.copysign(dot.abs().clamp(min=floor).sqrt(), dot))
+    moved = 0.125 * reach * (dot.abs() - reach).clamp(min=floor).rsqrt()
+    moved += torch.where(dot.abs() <= reach, 0.5 * floor**0.5, 0.0)
+    room = moved[..., None] * added.abs() / TOLERANCES["engram_gate"].absolute
+    return largest(stream + gate[..., None] * added) + room
 
 
 def largest(x: Tensor) -> Tensor:
