@@ -21,7 +21,7 @@ from benthic.bench.cases import RELEASE, Case, Cases, Sizes
 from benthic.bench.operands import Operands
 from benthic.cache.spec import CacheSpec, blocks_for
 from benthic.cache.storage import Storage
-from benthic.config import Config
+from benthic.config import Config, GpuConfig
 from benthic.engine.runner import Runner
 from benthic.engine.sampler import Sampler
 from benthic.errors import KernelBuildError
@@ -156,7 +156,8 @@ def of_model(checkpoint: Checkpoint, numerics: str, slots: int, lengths: Iterabl
         model = from_checkpoint(checkpoint, profile)
     longest = blocks_for(checkpoint.config.text.max_position_embeddings)
     storage = Storage(model.cache_spec, 1 + max(slots, 64), slots + 1, CPU, table_blocks=longest)
-    Runner(model, storage, Sampler(model.vocab_size, CPU), on_device=True).rehearse(lengths)
+    sampler = Sampler(model.vocab_size, CPU)
+    Runner(model, storage, sampler, on_device=True, graph_rows=GpuConfig().graph_rows).rehearse(lengths)
 
 
 # ---- the run ---------------------------------------------------------------------------------------------------------

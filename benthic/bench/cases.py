@@ -489,7 +489,7 @@ class Cases:
         wanted = Target(tflops=350.0) if per > 1 and not restricted else Target(0.70)
         shape = f"n={_short(context)}, {requests} requests x {per}"
         readers = rows if restricted else requests  # each row has candidates of its own
-        return self.selection(shape, "decode", at, context + per, None, restricted, readers * scored, rows, wanted)
+        return self.selection(shape, "decode", at, context + per, False, restricted, readers * scored, rows, wanted)
 
     def select_prefill(self, before: int, rows: int, restricted: bool) -> Case:
         """One chunk: rows share the reading of keys."""
@@ -497,7 +497,7 @@ class Cases:
         at = partial(decode_rows, 1, rows, before, self.device)
         scored = min(before + rows, limit if restricted else before + rows)
         shape, wanted = f"{rows} rows after {_short(before)}", Target(tflops=350.0)
-        return self.selection(shape, "prefill", at, before + rows, (0, rows), restricted, scored, rows, wanted)
+        return self.selection(shape, "prefill", at, before + rows, True, restricted, scored, rows, wanted)
 
     def selection(
         self,
@@ -505,7 +505,7 @@ class Cases:
         phase: str,
         where: Callable[[], kv_copy.Rows],
         longest: int,
-        starts: tuple[int, ...] | None,
+        chunked: bool,
         restricted: bool,
         keys_read: int,
         rows: int,
@@ -523,7 +523,7 @@ class Cases:
             w = self.make.normal(rows, heads, scale=(heads * width) ** -0.5)
             keys, visible = self.paged(storage, self.source(1), "index"), at.positions + 1
             candidates = self.candidates(rows, longest // size) if restricted else None
-            rest = (topk, False, candidates, 0 if restricted else emit, size, starts)
+            rest = (topk, False, candidates, 0 if restricted else emit, size, chunked)
             return lambda: indexer.select_records(q, w, keys, tables, at, visible, *rest)
 
         per_row = min(longest, emit * size) if restricted else longest

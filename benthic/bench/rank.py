@@ -12,6 +12,7 @@ A decode step (backbone, head, draw) is one CUDA graph; its parts are timed by e
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -28,6 +29,8 @@ from benthic.bench.parts import Parts, time_parts
 from benthic.bench.report import Measure
 from benthic.bench.timing import Ceilings, Run, Timer, capture, measure_ceilings, release, trace
 from benthic.cache.spec import block_layout, blocks_for
+from benthic.engine import batch as batches
+from benthic.engine.graphs import CudaRecorder, Graphs, Record, Recorded
 from benthic.errors import BenchError, MissingDependency
 from benthic.kernels import backends, sample
 from benthic.models import deepseek_v41
@@ -37,12 +40,14 @@ from benthic.models.deepseek_v41_config import ModelConfig, TextConfig, layer_pl
 from benthic.models.device_memory import DeviceLayer
 from benthic.models.modules import Stack
 from benthic.testing.checkpoints import tiny_config
-from benthic.types import NUMERICS
+from benthic.types import NUMERICS, Chunk, StepPlan
 
 # Loads of minnow's 16 experts over the mean, sorted; 24 steps of about 500 held-out rows, mean of 10 layers.
 SKEW = (1.83, 1.52, 1.41, 1.28, 1.18, 1.11, 1.04, 0.97, 0.91, 0.86, 0.81, 0.75, 0.69, 0.63, 0.56, 0.48)
 SHORT_CHUNKS = "all layers in short chunks"
-PREFILLS = ("encoder", "all layers", SHORT_CHUNKS)
+REPLAYED = "all layers in short chunks, replayed"
+Place = tuple[int, int]  # of a chunk: first position, rows
+PREFILLS = ("encoder", "all layers", SHORT_CHUNKS, REPLAYED)
 DRAFTED = 6  # rows of a request that verifies five drafts
 ACCEPTED = 3.5  # tokens such a step gives, assumed
 NEEDED = ("attend", "select_records", "write_records", "ring_write", "linear", "experts", "route", "sample_rows")
@@ -420,6 +425,10 @@ def compile_kernels(rank: Rank, say: Callable[[str], None]) -> dict[str, Any]:
             batch = rank.prefill_batch(0, min(options.chunk, options.prefill))
             rank.encode(batch)
             rank.model.forward(batch, rank.model.memory(rank.storage, batch))
+            rows = max(options.chunk // 8, 1)
+            batch = rank.prefill_batch(0, rows)
+            rank.model.forward(batch, rank.model.memory(rank.storage, batch))
+            pass_columns(rank, torch.zeros(batches.PROMPT_COLUMNS, rows, dtype=torch.int64, device=rank.device))
     failures = warm.build(jobs)
     seconds = perf_counter() - started
     say(f"{len(jobs)} kernels ready in {seconds:.0f} s" + (f", {len(failures)} do not compile" if failures else ""))
@@ -484,7 +493,8 @@ def decode(rank: Rank, timer: Timer, ceilings: Ceilings, rows: int, context: int
 
 def time_prefill(rank: Rank, ceilings: Ceilings) -> dict[str, Any]:
     """A prompt in chunks, launched as they come: the layers below the split alone, and all layers; and the last tokens
-    of it in short chunks, as they come between decode rows, where what the host does for a launch shows.
+    of it in short chunks, as they come between decode rows, where what the host does for a launch shows: launched, and
+    as the engine takes them, sent to a CUDA graph.
 
     launch_seconds  of the host, until the last chunk was launched: next to all of the time, it waits for the GPU; all
                     of it, the GPU waits for the host.
@@ -494,33 +504,62 @@ def time_prefill(rank: Rank, ceilings: Ceilings) -> dict[str, Any]:
     split, every = rank.config.text.split, len(rank.model.plan)
     whole: Callable[[Batch], object] = lambda b: rank.model.forward(b, rank.model.memory(rank.storage, b))  # noqa: E731
     short_chunk, last = max(options.chunk // 8, 1), max(length - options.chunk, 0)
-    ways: dict[str, tuple[int, Callable[[Batch], object], int, int]] = {
-        "encoder": (split, rank.encode, 0, options.chunk),
-        "all layers": (every, whole, 0, options.chunk),
-        SHORT_CHUNKS: (every, whole, last, short_chunk),
+
+    def launched(forward: Callable[[Batch], object]) -> Callable[[Sequence[Place]], list[Run]]:
+        return lambda places: [partial(forward, rank.prefill_batch(*place)) for place in places]
+
+    ways: dict[str, tuple[int, Callable[[Sequence[Place]], list[Run]], int, int]] = {
+        "encoder": (split, launched(rank.encode), 0, options.chunk),
+        "all layers": (every, launched(whole), 0, options.chunk),
+        SHORT_CHUNKS: (every, launched(whole), last, short_chunk),
+        REPLAYED: (every, partial(replayed, rank), last, short_chunk),
     }
-    for name, (layers, forward, begin, chunk) in ways.items():
-        batches = [rank.prefill_batch(at, min(chunk, length - at)) for at in range(begin, length, chunk)]
-        forward(batches[0])  # compiles
+    for name, (layers, prepared, begin, chunk) in ways.items():
+        runs = prepared([(at, min(chunk, length - at)) for at in range(begin, length, chunk)])
+        runs[0]()  # compiles
         _sync(rank.device)
         samples: list[tuple[float, float]] = []
         for _ in range(2 if rank.device.type == "cuda" else 1):
             started = perf_counter()
-            for batch in batches:
-                forward(batch)
-            launched = perf_counter() - started
+            for run in runs:
+                run()
+            launches = perf_counter() - started
             _sync(rank.device)
-            samples.append((perf_counter() - started, launched))
-        (took, launched), tokens = min(samples), length - begin
+            samples.append((perf_counter() - started, launches))
+        (took, launches), tokens = min(samples), length - begin
         found[name] = {
             "tokens": tokens,
             "chunk": chunk,
             "seconds": took,
-            "launch_seconds": launched,
+            "launch_seconds": launches,
             "tokens_per_second": tokens / took,
             "floor_seconds": tokens * prefill_floor(rank.config.text, options.numerics, ceilings, layers),
         }
+        del runs, prepared
     return found
+
+
+def pass_columns(rank: Rank, columns: Tensor) -> Tensor:
+    """The backbone of a step with prompts in the form that graphs hold."""
+    batch = batches.unpack_prompts(columns, rank.storage, rank.model.windows.storing)
+    return rank.model.forward(batch, rank.model.memory(rank.storage, batch)).hidden
+
+
+def replayed(rank: Rank, places: Sequence[Place]) -> list[Run]:
+    """Chunks of the prompt in slot 1 as the engine takes them: described by the host, one copy and one replay."""
+    storage, storing, most = rank.storage, rank.model.windows.storing, max(rows for _, rows in places)
+    uploads = batches.Uploads(storage)
+    told = torch.zeros(batches.PROMPT_COLUMNS, most, dtype=torch.int64, device=rank.device)
+    record: Record = CudaRecorder(rank.device) if rank.device.type == "cuda" else lambda run: Recorded(run(), run)
+    graphs = Graphs(told, (most,), partial(pass_columns, rank), record)
+
+    def take(plan: StepPlan) -> Tensor:
+        uploads.prompts(plan, graphs.columns(most), storing)
+        return graphs.run(most)
+
+    tables = [rank.prefill_batch(at, rows).tables[0] for at, rows in places]
+    chunks = [Chunk(0, at, (64,) * rows, 0, False, 1, table) for (at, rows), table in zip(places, tables, strict=True)]
+    return [partial(take, StepPlan(0, (chunk,), ())) for chunk in chunks]
 
 
 def _sync(device: torch.device) -> None:

@@ -280,8 +280,19 @@ class Step(NamedTuple):
     draws: Draws  # of the R rows in `batch.logit_rows`
 
 
+class Ends(NamedTuple):
+    """What a step with prompts needs behind the backbone."""
+
+    last: Tensor  # [C] int64 last row of each chunk
+    logit_rows: Tensor  # [R] int64
+    draws: Draws  # of these rows
+
+
 COLUMNS = 10  # of a decode step: id, position, slot; place and value of a table entry; `_SETTINGS`
 _SETTINGS = 5  # seed, temperature, top_k, top_p, min_p
+# of a step with prompts: id, position, slot; position and number of its chunk's first row; positions below which a row
+# sees no window row, up to the last layer that stores entries and behind it; position below which it stores no entry
+PROMPT_COLUMNS = 8
 
 
 class Uploads:
@@ -332,6 +343,48 @@ class Uploads:
             host[5:, drawn] = self._settings_of([slots[i] for i in drawn], plan.draws)
         self._copy(columns.view(-1))
 
+    def prompts(self, plan: StepPlan, columns: Tensor, storing: int) -> Ends:
+        """Send a step of text to `columns` [PROMPT_COLUMNS, n], which `unpack_prompts` reads on the device.
+
+        n is at least the number of rows; the rows beyond are padding. What cuts leave out is computed: no row that is
+        read sees it, since those whose window reaches below a cut end with their layer.
+        """
+        chunks, rows = plan.chunks, columns.shape[1]
+        lengths = np.array([len(chunk.tokens) for chunk in chunks], dtype=np.int64)
+        ends = lengths.cumsum()
+        count, starts = int(ends[-1]), ends - lengths
+        drawn = [i for i, chunk in enumerate(chunks) if chunk.sample]
+        slots = [chunk.slot for chunk in chunks]
+        of_chunk = [(c.slot, c.start, c.low, c.stored) for c in chunks]
+        told = np.zeros((PROMPT_COLUMNS, rows), dtype=np.int64)
+        told[0, :count] = np.fromiter(chain.from_iterable([chunk.tokens for chunk in chunks]), np.int64, count)
+        told[[2, 3, 5, 7], :count] = np.repeat(np.array(of_chunk, dtype=np.int64).T, lengths, axis=1)
+        told[4, :count], told[4, count:] = np.repeat(starts, lengths), np.arange(count, rows)
+        told[1, :count] = np.arange(count) - told[4, :count] + told[3, :count]
+        told[6] = told[5]
+        for chunk, start, end in zip(chunks, starts.tolist(), ends.tolist(), strict=True):
+            if chunk.cuts:
+                told[6, start:end] = _lows_behind(chunk, told[1, start:end], storing)
+        sent = self._send(
+            told.reshape(-1),
+            ends - 1,
+            ends[drawn] - 1,
+            *self._settings_of([slots[i] for i in drawn], plan.draws),
+            *self._table_changes(chunks),
+            *new_histories(chunks, self.storage.history.shape[1]),
+        )
+        columns.view(-1).copy_(sent[0])
+        self._prepare(*sent[3 + _SETTINGS :])
+        logit_rows = sent[2]
+        draws = Draws(columns[2][logit_rows], columns[1][logit_rows] + 1, *_as_settings(sent[3 : 3 + _SETTINGS]))
+        return Ends(sent[1], logit_rows, draws)
+
+    def _prepare(self, places: Tensor, blocks: Tensor, anew: Tensor, before: Tensor) -> None:
+        """Bring up block tables, and the last ids of slots whose sequence begins in its middle."""
+        _write_tables(self.storage, places, blocks)
+        if anew.shape[0]:
+            self.storage.history[anew] = before.view(anew.shape[0], -1)
+
     def step(self, plan: StepPlan, placement: Placement | None = None) -> Step:
         """Send any step and prepare it on the device. Cost: one copy and some twenty small kernels."""
         chunks, storage = plan.chunks, self.storage
@@ -365,9 +418,7 @@ class Uploads:
         )
         token_ids, positions, row_slots, row_firsts, row_starts, last, logit_rows, row_places = sent[:8]
         drawing, sent = sent[8 : 8 + _SETTINGS], sent[8 + _SETTINGS :]
-        _write_tables(storage, *sent[:2])
-        if sent[2].shape[0]:
-            storage.history[sent[2]] = sent[3].view(sent[2].shape[0], -1)
+        self._prepare(*sent[:4])
         lows, floors = sent[4:6] if limited else (None, None)
         columns = sent[6 if limited else 4 :]
         token_ids = _known(token_ids, row_slots, storage)
@@ -472,6 +523,56 @@ def unpack(columns: Tensor, storage: Storage) -> Step:
         rows=Rows(slots, positions, positions, begun.numbers),
     )
     return Step(batch, None, Draws(slots, begun.following, *_as_settings(columns[5:].unbind(0))))
+
+
+def _lows_behind(chunk: Chunk, positions: np.ndarray, storing: int) -> np.ndarray | int:
+    """Of each row of a chunk, the position below which it sees no window row in the layers from `storing` on.
+
+    A cut there hides what is below it. The rows below it belong to nobody, unless they are masked: they see themselves.
+    """
+    edge = dict(chunk.cuts).get(storing)
+    if edge is None:
+        return chunk.low
+    return np.where(positions >= edge, max(chunk.low, edge), chunk.low if chunk.masked else positions)
+
+
+def unpack_prompts(columns: Tensor, storage: Storage, storing: int, beginning: bool = False) -> Batch:
+    """What `Uploads.prompts` sent, as a batch without logit rows. On the device alone, so a graph may hold it.
+
+    columns    [PROMPT_COLUMNS, n].
+    storing    layers up to the last one that stores entries; behind them rows have window limits of their own.
+    beginning  no row goes there.
+    """
+    told, positions, slots, firsts, starts, lows, lows_behind, floors = columns
+    ids = _known(told, slots, storage)
+    batch = _rows_batch(columns, ids, _history(ids, positions, columns[[3, 2]], storage))
+    batch = replace(batch, rows=Rows(slots, positions, firsts, starts, lows), floors=floors, chunked=True)
+    kept = torch.arange(0 if beginning else columns.shape[1], device=columns.device)
+    behind = replace(batch, rows=Rows(slots, positions, firsts, starts, lows_behind))
+    return replace(batch, cuts=(Cut(storing, kept, behind, {}),))
+
+
+def prompt_step(columns: Tensor, ids: Tensor, history: Tensor, ends: Ends) -> Step:
+    """What is left of a step when its backbone has been computed."""
+    batch = replace(_rows_batch(columns, ids, history), logit_rows=ends.logit_rows)
+    return Step(batch, ends.last, ends.draws)
+
+
+def _rows_batch(columns: Tensor, ids: Tensor, history: Tensor) -> Batch:
+    _, positions, slots, firsts, starts = columns[:5]
+    return Batch(
+        ids=ids,
+        positions=positions,
+        history=history,
+        images=None,
+        embeds=None,
+        starts=(),
+        firsts=(),
+        slots=(),
+        tables=(),
+        logit_rows=positions[:0],
+        rows=Rows(slots, positions, firsts, starts),
+    )
 
 
 def finish(step: Step, storage: Storage, tokens: Tensor | None, peaks: Tensor | None = None) -> Tensor | None:

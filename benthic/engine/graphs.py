@@ -1,16 +1,16 @@
-"""CUDA graphs of the decode step: captured once for each of a few numbers of rows, replayed for every step that fits.
+"""CUDA graphs of steps: captured once for each of a few numbers of rows, replayed for every step that fits.
 
-A step of n one-row chunks runs in the smallest size that holds it; the rows beyond are padding (slot 0, position 0,
-block 0). All that a step is told lies in one buffer at a fixed place, so a replay is one copy and one launch. Sizes are
-captured from the largest down and share one memory pool, so the small ones need none of their own; what a size leaves
-(logits, tokens, peaks) is read before the next replay.
+A step of n rows runs in the smallest size that holds it; the rows beyond are padding (slot 0, position 0, block 0). All
+that a step is told lies in one buffer at a fixed place, so a replay is one copy and one launch. Sizes are captured from
+the largest down and share one memory pool, so the small ones need none of their own; what a size leaves (hidden states,
+logits, tokens, peaks) is read before the next replay.
 """
 
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,9 +19,18 @@ T = TypeVar("T")
 
 
 def sizes(most: int) -> tuple[int, ...]:
-    """Rows that graphs are captured for: 1, 2, 4, ... and `most`."""
+    """Rows that graphs of decode steps are captured for: 1, 2, 4, ... and `most`."""
     powers = [1 << i for i in range(most.bit_length()) if 1 << i < most]
     return (*powers, most)
+
+
+def prompt_sizes(most: int) -> tuple[int, ...]:
+    """The same for steps with prompts: 16, 32, ..., 256, 384, 512, 768, ... as far as `most`.
+
+    Small steps take as long as their launches, so padding costs nothing; from 256 rows on it is a third at most.
+    """
+    found = {rows for i in range(4, max(most.bit_length(), 1)) for rows in (1 << i, 3 << i >> 1)}
+    return tuple(sorted(rows for rows in found if rows <= most and (rows > 256 or rows & (rows - 1) == 0)))
 
 
 class Recorded(NamedTuple, Generic[T]):
@@ -31,23 +40,24 @@ class Recorded(NamedTuple, Generic[T]):
     replay: Callable[[], object]
 
 
-Record = Callable[[Callable[[], T]], Recorded[T]]
+class Record(Protocol):
+    """`CudaRecorder()`; a test on a CPU has its own."""
+
+    def __call__(self, run: Callable[[], T]) -> Recorded[T]: ...
 
 
 class Graphs(Generic[T]):
     """Recorded runs of `step`, one a size.
 
-    columns  [c, most] int64: what a step is told. Size n reads its first c * n numbers as [c, n].
+    columns  [c, the largest size] int64: what a step is told. Size n reads its first c * n numbers as [c, n].
+    sizes    rising.
     step     computes one on the device alone.
-    record   `CudaRecorder()`; a test on a CPU has its own.
     """
 
-    def __init__(self, columns: Tensor, step: Callable[[Tensor], T], record: "Record[T]"):
-        most = columns.shape[1]
-        self.sizes, self._columns = sizes(most), columns
+    def __init__(self, columns: Tensor, sizes: Sequence[int], step: Callable[[Tensor], T], record: Record):
+        self.sizes, self._columns = tuple(sizes), columns
         columns.zero_()  # every row is padding
-        recorded = {n: record(lambda n=n: step(self.columns(n))) for n in reversed(self.sizes)}
-        self._recorded: dict[int, Recorded[T]] = recorded
+        self._recorded = {n: record(lambda n=n: step(self.columns(n))) for n in reversed(self.sizes)}
 
     def size(self, rows: int) -> int | None:
         """The size that holds so many rows; None: there is none."""

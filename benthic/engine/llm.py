@@ -878,10 +878,12 @@ def build_loop(
     storage = Storage(model.cache_spec, blocks + 1, slots + 1, device, table_blocks=longest, states=states)
     sampler = Sampler(model.vocab_size, device, never)
     ahead = config.scheduler.ahead == "on" or (config.scheduler.ahead == "auto" and device.type == "cuda")
-    runner = Runner(model, storage, sampler, deterministic=config.deterministic, ahead=ahead)
+    graphs = device.type == "cuda" and config.gpu.graphs
+    rows = min(config.gpu.graph_rows, config.scheduler.token_budget) if graphs else 0
+    runner = Runner(model, storage, sampler, deterministic=config.deterministic, ahead=ahead, graph_rows=rows)
     if device.type == "cuda":
         _compile(runner, config.scheduler.token_budget)
-    captured = device.type == "cuda" and config.gpu.graphs and _capture(runner)
+    captured = graphs and _capture(runner)
     limits = first_steps.Limits(
         slots, longest, BLOCK_TOKENS, config.scheduler.token_budget, limit, config.scheduler.image_tokens
     )
@@ -1002,7 +1004,7 @@ def _prefixes(model: Model, config: Config, namespace: bytes) -> Prefixes:
 
 
 def _capture(runner: Runner) -> bool:
-    """Record decode steps. Where an op waits for the device none can be recorded, and steps stay as they are."""
+    """Record steps. Where an op waits for the device none can be recorded, and steps stay as they are."""
     try:
         runner.capture()
     except NotCapturable as error:

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -14,13 +14,14 @@ from benthic.cache.replay import Windows
 from benthic.cache.spec import CacheSpec, blocks_for
 from benthic.cache.storage import Storage
 from benthic.engine import batch as batches
-from benthic.engine.graphs import CudaRecorder, Graphs, Record, sizes
+from benthic.engine.graphs import CudaRecorder, Graphs, Record, prompt_sizes, sizes
 from benthic.engine.sampler import Sampler
 from benthic.kernels import backends
 from benthic.models.base import Batch, Memory
 from benthic.types import Chunk, Draw, ImageInput, SamplingParams, StepPlan, StepResult, TokenLogprobs
 
 _SCORE_ROWS = 512  # prompt rows whose logits exist at the same time
+_BEGINNING_ROWS = 512  # from so many rows on it matters that a prompt's beginning passes some layers only
 
 
 class Forward(Protocol):
@@ -60,11 +61,20 @@ class Decided(NamedTuple):
     drawn: Tensor  # [2, R] int64: tokens; bits of the peaks as float64
 
 
+class Passed(NamedTuple):
+    """What a step with prompts leaves of the backbone. Where no row comes out of the last layer, hidden is empty."""
+
+    hidden: Tensor  # [T, D]
+    ids: Tensor  # [T] int64, none pending
+    history: Tensor  # [T, n] int64
+
+
 class Runner:
     """Computes plans. What lasts from one to the next is the storage, and image rows until a plan says they are over.
 
-    On a GPU a step is enqueued whole, and the host waits once, for the tokens. There, steps of one-row chunks are
-    replays of a CUDA graph after `capture`; the others are launched kernel by kernel, on the same stream.
+    On a GPU a step is enqueued whole, and the host waits once, for the tokens. There, after `capture`, steps of one-row
+    chunks are replays of a CUDA graph, and so is the backbone of the other steps of text, where they are small enough
+    for the host to be slower than the GPU. What is left is launched kernel by kernel, on the same stream.
     """
 
     def __init__(
@@ -76,10 +86,12 @@ class Runner:
         on_device: bool | None = None,
         deterministic: bool = False,
         ahead: bool = False,
+        graph_rows: int = 0,
     ):
         """How steps run.
 
         on_device      in their GPU form; None: when the storage is on a GPU.
+        graph_rows     of the largest step with prompts that is recorded.
         deterministic  the bits of a row do not depend on what else is in the step.
         ahead          steps may be begun before the one before them is over: on a CPU, by a thread of the runner's own.
         """
@@ -87,6 +99,9 @@ class Runner:
         on_device = storage.device.type == "cuda" if on_device is None else on_device
         self._uploads = batches.Uploads(storage) if on_device else None
         self._graphs: Graphs[Decided] | None = None
+        self._whole: Graphs[Passed] | None = None
+        self._beginnings: Graphs[Passed] | None = None  # of steps of which nothing passes the last source
+        self._prompt_sizes = prompt_sizes(graph_rows)
         self._images: dict[int, batches.ImageRows] = {}  # by request
         self._backs = [_Back(storage.num_slots, storage.device) for _ in range(2)]  # one for each step in flight
         self._watch = _Watch(storage.device)
@@ -99,13 +114,37 @@ class Runner:
         return self._graphs is not None
 
     @torch.inference_mode()
-    def capture(self, record: "Record[Decided] | None" = None) -> None:
-        """Record the decode step for every size up to the number of slots. Raises NotCapturable."""
+    def capture(self, record: Record | None = None) -> None:
+        """Record decode steps for every size up to the number of slots, and the backbone of steps with prompts.
+
+        Raises NotCapturable.
+        """
         storage = self.storage
-        columns = torch.zeros(batches.COLUMNS, max(storage.num_slots - 1, 1), dtype=torch.int64, device=storage.device)
+        most = max(storage.num_slots - 1, 1)
+        columns = torch.zeros(batches.COLUMNS, most, dtype=torch.int64, device=storage.device)
         step: Callable[[Tensor], Decided] = lambda told: self._compute(batches.unpack(told, storage))  # noqa: E731
+        record = record or CudaRecorder(storage.device)
         with backends.invariant(self.deterministic):
-            self._graphs = Graphs(columns, step, record or CudaRecorder(storage.device))
+            if self._prompt_sizes:
+                told = self._prompt_columns()
+                large = [size for size in self._prompt_sizes if size >= _BEGINNING_ROWS]
+                if large and self.model.windows.others:
+                    self._beginnings = Graphs(told, large, lambda told: self._pass(told, beginning=True), record)
+                self._whole = Graphs(told, self._prompt_sizes, self._pass, record)
+            self._graphs = Graphs(columns, sizes(most), step, record)
+
+    def _prompt_columns(self) -> Tensor:
+        most = self._prompt_sizes[-1]
+        return torch.zeros(batches.PROMPT_COLUMNS, most, dtype=torch.int64, device=self.storage.device)
+
+    def _pass(self, columns: Tensor, beginning: bool = False) -> Passed:
+        """The backbone of what `Uploads.prompts` sent.
+
+        beginning  no row is needed behind the last layer that stores entries.
+        """
+        batch = batches.unpack_prompts(columns, self.storage, self.model.windows.storing, beginning)
+        hidden = self.model.forward(batch, self.model.memory(self.storage, batch)).hidden
+        return Passed(hidden, batch.ids, batch.history)
 
     @torch.inference_mode()
     def rehearse(self, lengths: Iterable[int] = ()) -> None:
@@ -137,6 +176,8 @@ class Runner:
         with backends.invariant(self.deterministic):
             for size in reversed(sizes(most)):
                 self._compute(batches.unpack(columns[:, :size].contiguous(), storage))
+            for size in reversed(self._prompt_sizes):
+                self._pass(self._prompt_columns()[:, :size].contiguous())
             for length in lengths:
                 take([length])
                 if length > 3:
@@ -244,20 +285,24 @@ class Runner:
 
     def _start_on_device(self, plan: StepPlan, uploads: batches.Uploads) -> Callable[[], StepResult]:
         self._watch.begin()
-        chunks, graphs, scores = plan.chunks, self._graphs, {}
+        chunks, scores = plan.chunks, {}
         placement = batches.place(chunks, self._images)
-        one_each = all([len(chunk.tokens) == 1 and chunk.before is None for chunk in chunks])
-        decodes = one_each and not plan.scores and placement is None
-        size = graphs.size(len(chunks)) if graphs is not None and decodes else None
-        if graphs is not None and size is not None:
-            uploads.decode(plan, graphs.columns(size))
-            decided = graphs.run(size)
-            rows = [i for i, chunk in enumerate(chunks) if chunk.sample]  # of each draw
-        else:
+        rows = list(range(len(plan.draws)))  # of each draw
+        graphs = self._recorded(plan) if placement is None and not plan.scores else None
+        size = None if graphs is None else graphs.size(plan.tokens)
+        if graphs is None or size is None:
             step = uploads.step(plan, placement)
             decided = self._compute(step)
-            rows = list(range(len(plan.draws)))
             scores = self._scores(plan, step.batch, decided.hidden) if plan.scores else {}
+        elif self._graphs is not None and graphs is self._graphs:
+            uploads.decode(plan, graphs.columns(size))
+            decided = self._graphs.run(size)
+            rows = [i for i, chunk in enumerate(chunks) if chunk.sample]
+        else:
+            ends = uploads.prompts(plan, graphs.columns(size), self.model.windows.storing)
+            passed = cast("Graphs[Passed]", graphs).run(size)
+            step = batches.prompt_step(graphs.columns(size), passed.ids, passed.history, ends)
+            decided = self._decided(passed.hidden, step)
         self._watch.end()
         if not plan.draws:
             return lambda: StepResult([], scores=scores)
@@ -279,10 +324,24 @@ class Runner:
 
         return result
 
+    def _recorded(self, plan: StepPlan) -> "Graphs[Decided] | Graphs[Passed] | None":
+        """What holds a step of text like this one; None: it is launched."""
+        chunks, storing = plan.chunks, self.model.windows.storing
+        if all([len(chunk.tokens) == 1 and chunk.before is None for chunk in chunks]):
+            return self._graphs
+        large = self._beginnings is not None and plan.tokens > _BEGINNING_ROWS // 2
+        if large and all([not c.masked and dict(c.cuts).get(storing, 0) >= c.end for c in chunks]):
+            return self._beginnings
+        return self._whole
+
     def _compute(self, step: batches.Step) -> Decided:
         """The whole step on the device: backbone, head, draw, and what the next step may ask for."""
         batch, storage = step.batch, self.storage
-        hidden = self.model.forward(batch, self.model.memory(storage, batch)).hidden  # [T, D]
+        return self._decided(self.model.forward(batch, self.model.memory(storage, batch)).hidden, step)
+
+    def _decided(self, hidden: Tensor, step: batches.Step) -> Decided:
+        """hidden [T, D], what came out of the last layer."""
+        batch, storage = step.batch, self.storage
         rows = hidden if step.last is None else hidden[batch.outputs.logit_rows]
         if not rows.shape[0]:
             batches.finish(step, storage, None)

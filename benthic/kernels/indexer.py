@@ -279,12 +279,11 @@ def select_records_reference(
     restrict: Tensor | None = None,
     emit: int = 0,
     block_size: int = 8,
-    starts: tuple[int, ...] | None = None,
+    chunked: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    starts = starts or tuple(range(q.shape[0] + 1))  # each row by itself
-    chunks = tables[rows.slots].long()[list(starts[:-1])]
+    starts = tuple(range(q.shape[0] + 1))  # each row by itself
     entries, candidates = index_select_reference(
-        q, w, keys, chunks, starts, visible, topk, round_scores, restrict, emit, block_size
+        q, w, keys, tables[rows.slots].long(), starts, visible, topk, round_scores, restrict, emit, block_size
     )
     at = entries.clamp(min=0).long()
     blocks = tables[rows.slots[:, None], at // keys.entries].long()
@@ -304,7 +303,7 @@ def select_records(
     restrict: Tensor | None = None,
     emit: int = 0,
     block_size: int = 8,
-    starts: tuple[int, ...] | None = None,
+    chunked: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """`index_select` from device tensors alone, and its answer as records of the pool.
 
@@ -313,7 +312,7 @@ def select_records(
     rows        where the rows stand.
     visible     [T] int64: row t sees entries 0 .. visible[t]-1; at most B * keys.entries.
     restrict, emit, block_size   as `index_select`; candidates are block numbers inside the sequence.
-    starts      C+1 row offsets of the chunks, where the host knows them: a chunk's rows then share the reading of keys.
+    chunked     rows come in chunks of four and more, whose rows may share the reading of keys.
     returns     records int32 [T, topk], block * keys.entries + slot, in the order of the entries, -1 padded;
                 candidates int32 [T, emit] or None. Main KV of a layer has as many records a block as its index keys.
     Error, Cost, Raises   as `index_select`.
@@ -327,4 +326,4 @@ def select_records(
     if restrict is not None and (restrict.ndim != 2 or restrict.shape[0] != q.shape[0]):
         raise ShapeError("select_records: restrict", want=f"[{q.shape[0]}, B]", got=tuple(restrict.shape))
     run = backends.pick("select_records", q, w, keys.pool) or select_records_reference
-    return run(q, w, keys, tables, rows, visible, topk, round_scores, restrict, emit, block_size, starts)
+    return run(q, w, keys, tables, rows, visible, topk, round_scores, restrict, emit, block_size, chunked)

@@ -37,8 +37,8 @@ class DeviceMemory:
         # where the host knows the blocks, no kernel sees the empty end of the tables: it may be a million tokens long
         most = max(map(len, batch.tables), default=storage.tables.shape[1])
         self.tables = storage.tables[:, :most]
-        # one-row chunks share no keys, and in a graph the host knows no chunks
-        self.starts = batch.starts if len(batch.starts) - 1 < batch.ids.shape[0] else None
+        count = batch.ids.shape[0]
+        self.chunked = batch.chunked or (4 * (len(batch.starts) - 1) <= count and bool(batch.starts))
         self._entries: dict[int, Entries] = {}
 
     def layer(self, index: int) -> "DeviceLayer":
@@ -101,7 +101,7 @@ class DeviceLayer:
             restrict=kept if plan.candidates_from is not None else None,
             emit=text.candidate_topk_blocks if plan.makes_candidates else 0,
             block_size=text.candidate_block_size,
-            starts=memory.starts,
+            chunked=memory.chunked,
         )
         return Selection(records, candidates if plan.makes_candidates else kept)
 

@@ -74,7 +74,8 @@ def main(numerics: str, steps: int, context: int) -> None:
         with packed_weights():
             model = from_checkpoint(Checkpoint.open(model_dir("minnow")), NUMERICS[numerics])
         storage = Storage(model.cache_spec, 64, SLOTS + 1, torch.device("cpu"), table_blocks=context // 128)
-        runner = Runner(model, storage, Sampler(model.vocab_size, storage.device), on_device=True)
+        sampler = Sampler(model.vocab_size, storage.device)
+        runner = Runner(model, storage, sampler, on_device=True, graph_rows=BUDGET)
         runner.rehearse(tuning.buckets(BUDGET))
         rehearsed = sum(asked.values())
         asked.clear()

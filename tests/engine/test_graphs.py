@@ -66,7 +66,7 @@ def test_a_step_runs_in_the_smallest_size_that_holds_it():
         order.append(columns.shape[1])
         return columns * 1
 
-    graphs = Graphs(torch.full((3, 6), 9), step, lambda run: Recorded(run(), run))
+    graphs = Graphs(torch.full((3, 6), 9), sizes(6), step, lambda run: Recorded(run(), run))
     assert order == [6, 4, 2, 1]  # the largest first
     assert [graphs.size(n) for n in range(8)] == [None, 1, 2, 4, 4, 6, 6, None]
     graphs.columns(4).copy_(torch.arange(12).view(3, 4))
@@ -241,7 +241,7 @@ def eager(model: Model, storage: Storage, sampler: Sampler) -> Runner:
 
 
 def recorded(model: Model, storage: Storage, sampler: Sampler) -> Runner:
-    runner = Runner(model, storage, sampler, on_device=True)
+    runner = Runner(model, storage, sampler, on_device=True, graph_rows=64)
     runner.capture(FakeRecorder())
     return runner
 
@@ -351,7 +351,7 @@ class Damaged:
     def __init__(self, model: DeepseekV41, bad: set[int]):
         self.model, self.bad, self.fail_at, self.steps = model, bad, -1, 0
         self.cache_spec, self.vocab_size, self.max_positions = model.cache_spec, model.vocab_size, model.max_positions
-        self.memory = model.memory
+        self.memory, self.windows = model.memory, model.windows
 
     def forward(self, batch: Any, memory: Any) -> Any:
         self.steps += 1
@@ -417,13 +417,13 @@ def eager_repeatable(model: Model, storage: Storage, sampler: Sampler) -> Runner
 
 
 def captured_repeatable(model: Model, storage: Storage, sampler: Sampler) -> Runner:
-    runner = Runner(model, storage, sampler, deterministic=True)
+    runner = Runner(model, storage, sampler, deterministic=True, graph_rows=64)
     runner.capture()
     return runner
 
 
 def captured(model: Model, storage: Storage, sampler: Sampler) -> Runner:
-    runner = Runner(model, storage, sampler)
+    runner = Runner(model, storage, sampler, graph_rows=64)
     runner.capture()
     return runner
 
@@ -476,7 +476,7 @@ def test_a_step_that_waits_is_not_captured():
 
     recorder: Any = CudaRecorder(torch.device("cuda"))
     with pytest.raises(NotCapturable):
-        Graphs(torch.zeros(2, 3, dtype=torch.int64, device="cuda"), step, recorder)
+        Graphs(torch.zeros(2, 3, dtype=torch.int64, device="cuda"), (1, 2, 3), step, recorder)
     assert torch.cuda.get_sync_debug_mode() == 0
 
 
@@ -484,7 +484,7 @@ def test_a_step_that_waits_is_not_captured():
 def test_a_replay_reads_what_was_sent():
     columns = torch.zeros(2, 6, dtype=torch.int64, device="cuda")
     recorder: Any = CudaRecorder(columns.device)
-    graphs = Graphs(columns, lambda told: told * 3, recorder)
+    graphs = Graphs(columns, sizes(6), lambda told: told * 3, recorder)
     for rows in (6, 1, 3):
         size = graphs.size(rows)
         assert size is not None

@@ -90,7 +90,7 @@ def eager(model: Model, storage: Storage, sampler: Sampler) -> Runner:
 
 
 def recorded(model: Model, storage: Storage, sampler: Sampler) -> Runner:
-    runner = Runner(model, storage, sampler, on_device=True)
+    runner = Runner(model, storage, sampler, on_device=True, graph_rows=128)
     runner.capture(FakeRecorder())
     return runner
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from benthic.cache.manager import CacheManager
 from benthic.cache.storage import Storage
+from benthic.engine import runner as runners
 from benthic.engine.loop import Loop
 from benthic.engine.runner import Model, Runner
 from benthic.engine.sampler import Sampled, Sampler
@@ -23,11 +24,18 @@ from benthic.models.deepseek_v41 import from_checkpoint
 from benthic.models.weights import Checkpoint
 from benthic.testing.checkpoints import make_tiny
 from benthic.types import NUMERICS, CacheOptions, Draw, Request, SamplingParams
+from tests.engine.test_graphs import FakeRecorder
 
 TOLERANCE = 1e-5
 SMOOTH = {"index_topk": 512, "candidate_topk_blocks": 128, "n_routed_experts": 4, "num_experts_per_tok": 4}
 BLOCK = 16
-FORMS = {"host": False, "device": True}
+FORMS = ("host", "device", "recorded")  # described by the host; a GPU's form; what a GPU replays
+
+
+@pytest.fixture(autouse=True)
+def small_beginnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beginnings of prompts of this size have graphs of their own too."""
+    monkeypatch.setattr(runners, "_BEGINNING_ROWS", 32)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +75,7 @@ class Engine:
         self,
         model: Model,
         *,
-        on_device: bool = False,
+        form: str = "host",
         cached: bool = True,
         budget: int = 4096,
         blocks: int = 80,
@@ -85,10 +93,12 @@ class Engine:
             ),
         )
         self.sampler = Watching(model.vocab_size)
-        runner = Runner(model, self.storage, self.sampler, on_device=on_device, ahead=ahead)
+        runner = Runner(model, self.storage, self.sampler, on_device=form != "host", ahead=ahead, graph_rows=256)
+        if form == "recorded":
+            runner.capture(FakeRecorder())
         self.loop = Loop(self.scheduler, runner, ahead=ahead)
         self.rows = 0
-        if on_device:  # rows are decided there; these want to be looked at
+        if form != "host":  # rows are decided there; these want to be looked at
             self.sampler.special = lambda draws: list(range(len(draws)))  # type: ignore[method-assign]
 
     def ask(self, *requests: Request) -> dict[int, list[int]]:
@@ -143,11 +153,14 @@ def cold(model: Model) -> Engine:
         ("host", "snapshot", "halo", 4096),
         ("device", "snapshot", "off", 33),
         ("device", "exact", "halo", 4096),
+        ("recorded", "exact", "halo", 33),
+        ("recorded", "exact", "halo", 4096),
+        ("recorded", "snapshot", "halo", 70),
     ],
 )
 def test_a_hit_answers_as_a_cold_start(model: Model, cold: Engine, form: str, mode: str, truncation: str, budget: int):
     how = {"mode": mode, "truncation": truncation}
-    engine = Engine(model, on_device=FORMS[form], budget=budget)
+    engine = Engine(model, form=form, budget=budget)
     first = engine.ask(request(1, FIRST, **how))[1]
     assert distance(engine, cold, 1) < TOLERANCE
     before = engine.rows
@@ -165,14 +178,23 @@ def test_a_hit_answers_as_a_cold_start(model: Model, cold: Engine, form: str, mo
 
 
 @pytest.mark.parametrize(
-    ("length", "budget", "form"), [(97, 4096, "host"), (112, 19, "device"), (129, 31, "host"), (150, 4096, "device")]
+    ("length", "budget", "form"),
+    [
+        (97, 4096, "host"),
+        (112, 19, "device"),
+        (129, 31, "host"),
+        (150, 4096, "device"),
+        (97, 4096, "recorded"),
+        (129, 31, "recorded"),
+        (150, 70, "recorded"),
+    ],
 )
 def test_hits_of_any_length_in_any_chunks(model: Model, length: int, budget: int, form: str):
     """Beside another prompt that begins cold; layers end where nobody reads their rows, each a window later."""
     ids, other = FIRST[:length], ids_of(90, 7)
     whole = Engine(model, cached=False)
     whole.ask(request(1, ids, truncation="off"), request(2, other, truncation="off"))
-    engine = Engine(model, on_device=FORMS[form], budget=budget)
+    engine = Engine(model, form=form, budget=budget)
     engine.ask(request(3, ids, truncation="halo"))
     engine.ask(request(1, ids, truncation="halo"), request(2, other, truncation="halo"))
     assert distance(engine, whole, 1) < TOLERANCE
@@ -196,7 +218,7 @@ def test_branches_and_followers(model: Model, form: str):
     whole = Engine(model, cached=False)
     whole.ask(request(1, FIRST))
     params = SamplingParams(temperature=0, max_tokens=5, n=3, ignore_eos=True)
-    engine = Engine(model, on_device=FORMS[form], budget=64)
+    engine = Engine(model, form=form, budget=64)
     forked = Request(1, FIRST, params, seed=0, cache=CacheOptions(mode="exact"))
     engine.loop.inbox.put(forked)
     tokens = engine.ask(request(2, FIRST, mode="exact"))
@@ -211,7 +233,7 @@ def test_compact_is_mask_in_any_chunks(model: Model, form: str):
     seen: dict[tuple[str, int], Engine] = {}
     for truncation in ("mask", "compact"):
         for budget in (4096, 37):
-            engine = seen[truncation, budget] = Engine(model, on_device=FORMS[form], budget=budget)
+            engine = seen[truncation, budget] = Engine(model, form=form, budget=budget)
             engine.ask(request(1, FIRST, truncation=truncation), request(2, ids_of(70, 9), truncation=truncation))
     first = next(iter(seen.values()))
     for engine in seen.values():
@@ -237,7 +259,7 @@ def test_approximations_are_near_and_are_none_where_nothing_is_left_out(model: M
 @pytest.mark.parametrize("mode", ["replay", "exact", "snapshot"])
 @pytest.mark.parametrize("form", FORMS)
 def test_shared_blocks_are_only_read(model: Model, mode: str, form: str):
-    engine = Engine(model, on_device=FORMS[form])
+    engine = Engine(model, form=form)
     engine.ask(request(1, FIRST, mode=mode))
     index = engine.scheduler.cache.prefix
     assert index is not None
@@ -277,10 +299,10 @@ def test_tiny_choices_survive_a_hit(models: Callable[[str], Model]):
 def test_steps_begun_ahead_are_the_same_steps(model: Model, form: str):
     """Three requests that share beginnings, stop and are preempted, each step begun while the one before runs."""
     requests = [request(i, (*FIRST[: 30 + 8 * i], *ids_of(5, i)), tokens=45) for i in range(3)]
-    one_by_one = Engine(model, on_device=FORMS[form], blocks=7)
+    one_by_one = Engine(model, form=form, blocks=7)
     want = one_by_one.ask(*requests)
-    ahead = Engine(model, on_device=FORMS[form], blocks=7, ahead=True)
-    if FORMS[form]:  # draws that the host decides are never ahead
+    ahead = Engine(model, form=form, blocks=7, ahead=True)
+    if form != "host":  # draws that the host decides are never ahead
         del ahead.sampler.special
     assert ahead.ask(*requests) == want
     assert one_by_one.scheduler.preemptions > 0

@@ -44,7 +44,8 @@ def loop_of(model: DeepseekV41, *, ahead: bool, record: bool, device: str = "cpu
         vocab_size=model.vocab_size,
         prefixes=Prefixes(windows=model.windows, mode="snapshot"),
     )
-    runner = Runner(model, storage, Sampler(model.vocab_size, device), on_device=True, ahead=ahead)
+    sampler = Sampler(model.vocab_size, device)
+    runner = Runner(model, storage, sampler, on_device=True, ahead=ahead, graph_rows=64)
     if record:
         runner.capture(FakeRecorder() if device == "cpu" else None)
     return Loop(scheduler, runner, ahead=ahead)

@@ -307,7 +307,7 @@ class StepCase(NamedTuple):
     size: int = 4
     restricted: bool = False
     rounded: bool = False
-    host: bool = False  # the host knows the chunks
+    chunked: bool = False
 
 
 STEP_CASES = [
@@ -316,7 +316,7 @@ STEP_CASES = [
     StepCase([(40, 1), (3, 1), (61, 1), (0, 1)], "the same, candidates too, fewer than are attended", emit=1, size=2),
     StepCase([(33, 3), (50, 1), (5, 5)], "several rows of a sequence"),
     StepCase([(500, 3)], "rounded", entries=128, topk=40, emit=20, rounded=True),
-    StepCase([(140, 5), (20, 4)], "chunks that the host knows", entries=64, host=True),
+    StepCase([(140, 5), (20, 4)], "long chunks", entries=64, chunked=True),
     StepCase([(300, 2)], "a tile is part of a block", entries=128, emit=5, size=8),
     StepCase([(70, 1), (9, 1)], "restricted", restricted=True),
     StepCase([(70, 1), (9, 2)], "restricted, and candidates of all", restricted=True, emit=2, size=2),
@@ -341,7 +341,7 @@ def check_step(device: torch.device, case: StepCase, heads: int = 3) -> None:
         restrict = torch.tensor([c + [-1] * (3 - len(c)) for c in lists], dtype=torch.int32, device=device)
     records, candidates = select_records(
         q, w, step.keys, step.tables, step.rows, step.visible, case.topk, case.rounded,
-        restrict, case.emit, case.size, step.starts if case.host else None,
+        restrict, case.emit, case.size, case.chunked,
     )  # fmt: skip
     assert (records.dtype, records.shape) == (torch.int32, (total, case.topk))
     assert (candidates is None) == (case.emit == 0)
@@ -386,7 +386,7 @@ def test_entries_that_a_row_does_not_see_do_not_count(device: torch.device, rows
     seen = torch.full((rows,), 291, device=device)
     best = list(range(5, 8 * 16, 8))
     got, blocks = select_records(
-        q, q[..., 0], step.keys, step.tables, step.rows, seen, 16, False, None, 16, 8, None
+        q, q[..., 0], step.keys, step.tables, step.rows, seen, 16, False, None, 16, 8, False
     )  # fmt: skip
     assert got.tolist() == [ids[best].tolist()] * rows
     assert blocks is not None

@@ -345,7 +345,7 @@ def as_bytes(x: Tensor) -> Tensor:
 
 # ---- rows of one request in chunks -----------------------------------------------------------------------------------
 
-Chunked = Callable[[int, int, kv_copy.Rows, "tuple[int, ...] | None"], tuple[Tensor, ...]]  # rows a .. b-1 of a request
+Chunked = Callable[[int, int, kv_copy.Rows, bool], tuple[Tensor, ...]]  # rows a .. b-1 of a request
 
 
 def attend_chunk(c: Cases, rows: int) -> Chunked:
@@ -358,7 +358,7 @@ def attend_chunk(c: Cases, rows: int) -> Chunked:
     rest = (c.make.normal(heads, dtype=torch.float32), width**-0.5, False)
     before = storage.rings[layer].clone()
 
-    def run(a: int, b: int, where: kv_copy.Rows, starts: tuple[int, ...] | None) -> tuple[Tensor, ...]:
+    def run(a: int, b: int, where: kv_copy.Rows, chunked: bool) -> tuple[Tensor, ...]:
         if a == 0:
             storage.rings[layer].copy_(before)
         o = attn_sparse.attend(q[a:b], kw[a:b], ring, where, c.c.sliding_window, main, records[a:b], *rest)
@@ -376,8 +376,8 @@ def select_chunk(c: Cases, rows: int) -> Chunked:
     q = quant.roundtrip_mxfp4_reference(c.make.normal(rows, heads, width))
     w, keys = c.make.normal(rows, heads, scale=(heads * width) ** -0.5), c.paged(storage, c.source(1), "index")
 
-    def run(a: int, b: int, where: kv_copy.Rows, starts: tuple[int, ...] | None) -> tuple[Tensor, ...]:
-        rest = (where.positions + 1, topk, False, None, emit, size, starts)
+    def run(a: int, b: int, where: kv_copy.Rows, chunked: bool) -> tuple[Tensor, ...]:
+        rest = (where.positions + 1, topk, False, None, emit, size, chunked)
         records, blocks = indexer.select_records(q[a:b], w[a:b], keys, tables, where, *rest)
         assert blocks is not None
         return records, blocks
@@ -394,7 +394,7 @@ def compressor_chunk(c: Cases, rows: int) -> Chunked:
     rest = (c.ones(width), 1e-6, c.freqs(ratio), main)
     carry = storage.carry[layer].clone()
 
-    def run(a: int, b: int, where: kv_copy.Rows, starts: tuple[int, ...] | None) -> tuple[Tensor, ...]:
+    def run(a: int, b: int, where: kv_copy.Rows, chunked: bool) -> tuple[Tensor, ...]:
         if a == 0:
             storage.carry[layer].copy_(carry)
         ends = (where.positions + 1) % ratio == 0
@@ -440,7 +440,7 @@ def in_chunks(run: Chunked, rows: int, first: int, size: int, device: torch.devi
     for a in range(0, rows, size):
         b = min(a + size, rows)
         where = decode_rows(1, b - a, first + a, device)
-        parts.append(run(a, b, where, (0, b - a) if b - a > 1 else None))
+        parts.append(run(a, b, where, b - a > 1))
     return [torch.cat(column) for column in zip(*parts, strict=True)]
 
 

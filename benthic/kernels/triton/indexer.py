@@ -686,13 +686,13 @@ CANDIDATES = {
 }
 
 
-def _launch(keys: kv_copy.Paged, rows: int, heads: int, listed: bool, starts: tuple[int, ...] | None) -> _Launch:
+def _launch(keys: kv_copy.Paged, rows: int, heads: int, listed: bool, chunked: bool) -> _Launch:
     """No configuration changes a bit of a score."""
     if keys.format == "f32":
         kind, default = "floats", _FLOATS
     elif listed:
         kind, default = "listed", _LISTED
-    elif starts is not None and rows >= 4 * (len(starts) - 1):
+    elif chunked:
         kind, default = "chunks", _CHUNKS
     else:
         kind, default = "alone", _ALONE
@@ -711,17 +711,17 @@ def select_records(
     restrict: Tensor | None = None,
     emit: int = 0,
     block_size: int = 8,
-    starts: tuple[int, ...] | None = None,
+    chunked: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     size = block_size if emit or restrict is not None else 8
     if not _served(q, keys, size, topk, emit) or (round_scores and q.dtype != torch.bfloat16):
         return plain.select_records_reference(
-            q, w, keys, tables, rows, visible, topk, round_scores, restrict, emit, block_size, starts
+            q, w, keys, tables, rows, visible, topk, round_scores, restrict, emit, block_size, chunked
         )
     common = (q, w, keys, tables, rows, visible, topk, round_scores)
     if restrict is not None and emit:  # candidates come from all scores
-        records, _ = select_records(*common, restrict, 0, size, starts)
-        return records, select_records(*common, None, emit, size, starts)[1]
+        records, _ = select_records(*common, restrict, 0, size, chunked)
+        return records, select_records(*common, None, emit, size, chunked)[1]
     q, w, visible = q.contiguous(), w.contiguous(), visible.contiguous()
     tables = tables if tables.stride(1) == 1 else tables.contiguous()
     slots, row_starts = rows.slots.contiguous(), rows.starts.contiguous()
@@ -736,7 +736,7 @@ def select_records(
     most = listed * size if restrict is not None else tables.shape[1] * keys.entries
     if not total:
         return records, emitted
-    launch = _launch(keys, total, heads, restrict is not None, starts)
+    launch = _launch(keys, total, heads, restrict is not None, chunked)
     w = w.to(torch.bfloat16) if round_scores else w
     w = w.float() if launch.together > 2 else w
     width = max(cdiv(most, launch.keys), 1) * launch.keys
