@@ -242,7 +242,7 @@ def test_logits_are_peaked() -> None:
 
 
 def test_every_step_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled ahead is what the steps of all rows and contexts and both ways of a prompt would launch."""
+    """What is compiled ahead is what the steps of all rows and contexts and all ways of a prompt would launch."""
     warm = pytest.importorskip("benthic.kernels.triton.warm")
     built: list[Any] = []
     monkeypatch.setattr(warm, "build", lambda jobs: built.append(list(jobs)) or [])
@@ -254,7 +254,7 @@ def test_every_step_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
         found = rank.compile_kernels(some, lambda text: None)
     assert built == [[]], "the references launch nothing"
     assert found["kernels"] == 0
-    assert seen == [4] * len(SMALL.contexts) + [12] * len(SMALL.contexts) + [SMALL.chunk] * 2
+    assert seen == [4] * len(SMALL.contexts) + [12] * len(SMALL.contexts) + [SMALL.chunk] * 2 + [SMALL.chunk // 8] * 2
 
 
 def test_the_encoder_stores_what_the_decoder_looks_up() -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 from benthic.cache.manager import CacheManager
 from benthic.cache.storage import Storage
 from benthic.engine import batch as batches
-from benthic.engine.graphs import CudaRecorder, Graphs, NotCapturable, Recorded, sizes
+from benthic.engine import runner as runners
+from benthic.engine.graphs import CudaRecorder, Graphs, NotCapturable, Recorded, prompt_sizes, sizes
 from benthic.engine.loop import Loop
 from benthic.engine.runner import Decided, Model, Runner
 from benthic.engine.sampler import Sampler
@@ -21,7 +22,19 @@ from benthic.errors import BenthicError, NoAllowedToken, NonFiniteLogits
 from benthic.models.deepseek_v41 import DeepseekV41, from_checkpoint
 from benthic.models.weights import Checkpoint
 from benthic.testing.checkpoints import make_tiny
-from benthic.types import NUMERICS, Abort, Chunk, Draw, FinishReason, Request, SamplingParams, StepPlan, TokenLogprobs
+from benthic.types import (
+    NUMERICS,
+    PENDING,
+    Abort,
+    Chunk,
+    Draw,
+    FinishReason,
+    Request,
+    SamplingParams,
+    Score,
+    StepPlan,
+    TokenLogprobs,
+)
 
 BLOCK = 16
 
@@ -56,6 +69,20 @@ class FakeRecorder:
 )
 def test_sizes_double_up_to_the_most(most: int, want: tuple[int, ...]):
     assert sizes(most) == want
+
+
+@pytest.mark.parametrize(
+    ("most", "want"),
+    [
+        (0, ()),
+        (15, ()),
+        (100, (16, 32, 64)),
+        (512, (16, 32, 64, 128, 256, 384, 512)),
+        (1600, (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536)),
+    ],
+)
+def test_sizes_of_steps_with_prompts(most: int, want: tuple[int, ...]):
+    assert prompt_sizes(most) == want
 
 
 def test_a_step_runs_in_the_smallest_size_that_holds_it():
@@ -217,6 +244,48 @@ def test_rows_that_are_not_drawn_have_no_settings(storage: Storage):
     assert decode(batches.Uploads(storage), plan, 4).draws.temperature.tolist() == [0.0, 1.0, 0.0, 0.0]
 
 
+def test_rows_of_a_step_with_prompts_in_a_graph(storage: Storage):
+    """A decode row, the end of a prompt that begins behind a hit and a skipped beginning, and a masked one; padding."""
+    params = SamplingParams(temperature=0.5, top_k=3)
+    storage.history[:] = torch.tensor([11, 12, 13])
+    storage.last_token[2] = 41
+    halo, masked = ((4, 18), (5, 99)), ((4, 1),)
+    plan = plan_of(
+        chunk(2, 17, (PENDING,), (8, 3)),
+        chunk(1, 16, (7, 8, 9, 10), (5, 6), low=16, stored=17, cuts=halo, before=(1, 2, 3, 4, 5)),
+        chunk(4, 0, (1, 2, 3), (7,), cuts=masked, masked=True, sample=False),
+        params=params,
+    )
+    columns = torch.full((batches.PROMPT_COLUMNS, 10), -7)
+    ends = batches.Uploads(storage).prompts(plan, columns, storing=4)
+    batch = batches.unpack_prompts(columns, storage, storing=4)
+    assert batch.rows is not None
+    assert batch.ids.tolist() == [41, 7, 8, 9, 10, 1, 2, 3, 0, 0]
+    assert batch.positions.tolist() == batch.rows.positions.tolist() == [17, 16, 17, 18, 19, 0, 1, 2, 0, 0]
+    assert batch.rows.slots.tolist() == [2, 1, 1, 1, 1, 4, 4, 4, 0, 0]
+    assert batch.rows.firsts.tolist() == [17, 16, 16, 16, 16, 0, 0, 0, 0, 0]
+    assert batch.rows.starts.tolist() == [0, 1, 1, 1, 1, 5, 5, 5, 8, 9]
+    assert batch.rows.lows is not None
+    assert batch.rows.lows.tolist() == [0, 16, 16, 16, 16, 0, 0, 0, 0, 0]
+    assert batch.floors is not None
+    assert batch.floors.tolist() == [0, 17, 17, 17, 17, 0, 0, 0, 0, 0]
+    assert batch.history[:3].tolist() == [[11, 12, 13], [5, 4, 3], [7, 5, 4]]
+    (behind,) = batch.cuts
+    assert (behind.layer, behind.kept.tolist()) == (4, list(range(10)))
+    assert behind.batch.rows is not None
+    assert behind.batch.rows.lows is not None
+    assert behind.batch.rows.lows.tolist() == [0, 16, 17, 18, 18, 0, 1, 1, 0, 0]
+    assert batches.unpack_prompts(columns, storage, 4, beginning=True).cuts[0].kept.tolist() == []
+    assert (ends.last.tolist(), ends.logit_rows.tolist()) == ([0, 4, 7], [0, 4])
+    got = [column.tolist() for column in ends.draws]
+    assert got == [[2, 1], [18, 20], [7, 6], [0.5, 0.5], [3, 3], [1.0, 1.0], [0.0, 0.0]]
+    assert storage.tables[1:].tolist() == [[5, 6, 0, 0], [8, 3, 0, 0], [0, 0, 0, 0], [7, 0, 0, 0]]
+    step = batches.prompt_step(columns, batch.ids, batch.history, ends)
+    batches.finish(step, storage, torch.tensor([100, 200]))
+    assert storage.last_token[[2, 1]].tolist() == [100, 200]
+    assert storage.history[[2, 1, 4]].tolist() == [[41, 11, 12], [10, 9, 8], [3, 2, 1]]
+
+
 # ---- the engine ------------------------------------------------------------------------------------------------------
 
 
@@ -343,6 +412,34 @@ def test_a_decode_step_is_one_replay(model: DeepseekV41):
 
     answer(model, form, [request(i, 20 + i, max_tokens=9) for i in range(3)])
     assert recorder.replays == 8  # the first token comes with the prompts' step
+
+
+def test_which_steps_with_prompts_are_replays(model: DeepseekV41, monkeypatch: pytest.MonkeyPatch):
+    """Up to `graph_rows` rows, without prompt log-probabilities. Beginnings of prompts have graphs of their own."""
+    monkeypatch.setattr(runners, "_BEGINNING_ROWS", 32)
+    storage = Storage(model.cache_spec, 9, 5, block_tokens=BLOCK)
+    runner = Runner(model, storage, Sampler(model.vocab_size), on_device=True, graph_rows=40)
+    runner.capture(FakeRecorder())
+    assert runner._whole is not None
+    assert runner._beginnings is not None
+    taken: list[tuple[str, int]] = []
+    for name, graphs in (("whole", runner._whole), ("beginning", runner._beginnings), ("decode", runner._graphs)):
+        monkeypatch.setattr(graphs, "run", lambda n, name=name, run=graphs.run: taken.append((name, n)) or run(n))
+    ended = ((model.windows.storing, 32),)
+    table = (1, 2, 3)
+    steps = [
+        plan_of(chunk(1, 0, (5,) * 20, table, sample=False, cuts=ended)),
+        plan_of(chunk(1, 0, (5,) * 12, table, sample=False, cuts=ended)),
+        plan_of(chunk(1, 12, (5,) * 20, table, sample=False, cuts=ended, masked=True)),
+        plan_of(chunk(1, 12, (5,) * 21, table, sample=False, cuts=ended)),
+        plan_of(chunk(1, 0, (5,) * 33, table)),
+        plan_of(chunk(1, 33, (5,), table)),
+        plan_of(chunk(1, 33, (5,), table, before=(5,) * 3)),
+        plan_of(chunk(1, 0, (5, 6), table))._replace(scores=((0, Score(0, (6,), 0)),)),
+    ]
+    seen = [(runner.run(plan), taken.copy(), taken.clear())[1] for plan in steps]
+    whole = [("whole", n) for n in (16, 32, 32)]
+    assert seen == [[("beginning", 32)], *[[one] for one in whole], [], [("decode", 1)], [("whole", 16)], []]
 
 
 class Damaged:
