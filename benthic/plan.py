@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from benthic.cache.spec import BLOCK_TOKENS, block_layout, slot_layout
-from benthic.config import SchedulerConfig
+from benthic.config import GpuConfig, SchedulerConfig
 from benthic.errors import BadField
 from benthic.models.deepseek_v41_config import ModelConfig, cache_spec, tensors
 
@@ -34,7 +34,7 @@ GPUS = {  # total memory as nvidia-smi shows it
     )
 }
 CONTEXT_BYTES = 900 * MIB  # the driver's own: context, loaded kernels, cuBLAS work space
-GRAPH_BYTES = 400 * MIB  # captured decode steps share one pool of activations; this is beside it
+GRAPH_BYTES = 400 * MIB  # of captured steps, beside the pool of activations that they share
 LINK_BYTES = 2 << 30  # buffers of dispatch and combine, when there is more than one GPU
 MARGIN = 0.02  # of the card, left alone
 
@@ -120,6 +120,7 @@ def fit(
             sizes["vision"] += spec.nbytes
         else:
             sizes["experts" if routed else "dense"] += spec.nbytes
+    graphed = max(min(GpuConfig().graph_rows, token_budget), running)
     spec = cache_spec(config, drafter=drafter)
     block, slot = block_layout(spec.append), slot_layout(spec, rollback=text.dspark_block_size if drafter else 0)
     share = f"1/{count}" if count > 1 else "all"
@@ -142,7 +143,8 @@ def fit(
         Part("state slots", (running + 1) * slot.slot_bytes, f"{running} running requests of {slot.slot_bytes} bytes"),
         Part("block tables", (running + 1) * 4 * -(-text.max_position_embeddings // BLOCK_TOKENS), "4 bytes a block"),
         Part("activations", activation_bytes(config, token_budget, running), f"a step of {token_budget} rows"),
-        Part("driver, graphs", CONTEXT_BYTES + GRAPH_BYTES, "context, kernels, captured decode steps"),
+        Part("graphs", GRAPH_BYTES + activation_bytes(config, graphed, running), f"captured steps, up to {graphed} rows"),
+        Part("driver", CONTEXT_BYTES, "context, kernels"),
     ]
     if count > 1:
         parts.append(Part("link buffers", LINK_BYTES, "dispatch and combine"))

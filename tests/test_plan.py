@@ -6,6 +6,7 @@ import pytest
 
 from benthic import plan
 from benthic.cli.main import main
+from benthic.config import GpuConfig
 from benthic.errors import BadField
 from benthic.models.deepseek_v41_config import ModelConfig, tensors
 from benthic.testing.checkpoints import config_path, tiny_config
@@ -34,6 +35,8 @@ def test_eight_cards(release: ModelConfig) -> None:
     assert whole + held["drafter"] + 7 * 3 * 16 * EXPERT == weights, "every tensor is somewhere, once"
     assert fitted.used_bytes + fitted.blocks * fitted.block_bytes <= fitted.gpu.memory_bytes
     assert fitted.tokens > 90_000_000
+    graphs = plan.GRAPH_BYTES + plan.activation_bytes(release, GpuConfig().graph_rows, 256)
+    assert (held["graphs"], held["activations"]) == (graphs, plan.activation_bytes(release, 8192, 256))
 
 
 def test_laws(release: ModelConfig) -> None:
@@ -60,7 +63,7 @@ def test_what_does_not_fit(release: ModelConfig, capsys: pytest.CaptureFixture[s
     assert fitted.free_bytes < 0
     assert fitted.tokens == 0
     assert main(["inspect", str(RELEASE), "--fit", "H200"]) == 1
-    assert "does not fit: 154" in capsys.readouterr().out
+    assert "does not fit: 155" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("text", "said"), [("B9:8", "H20-141"), ("H200:0", "H200:8"), ("H200:x", "H200:8")])

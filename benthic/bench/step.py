@@ -4,7 +4,7 @@ where a decode step's time goes, between host and device.
 Everything runs through `engine.llm.LLM`, as a user's request would; tokens are random but seeded, since speed does not
 depend on what they say. Beside each number stands an estimate made first, from the bytes and operations the model needs
 and three rates of this machine: memory reading, matrix products, and the cost of one kernel call. On a GPU that is done
-for decode steps, which are CUDA graphs; a prompt's kernels are launched one by one, at the host's pace.
+for decode steps alone.
 """
 
 import importlib

@@ -3,8 +3,8 @@ while steps run. No torch, no clock.
 
     seconds = fixed + decode rows + prompt rows + context + pairs + logits + prompt     each times a coefficient >= 0
 
-`prompt` is 1 where there are prompt rows at all: no graph holds such a step, it is launched kernel by kernel, and the
-host may take longer for that than the device. `context` counts the tokens that the step's chunks read, each chunk once
+`prompt` is 1 where there are prompt rows at all: the host has more to say of such a step and launches a part of it, or
+all of it where no graph holds it, and may take longer for that than the device. `context` counts the tokens that the step's chunks read, each chunk once
 (a decode row scans what its request has); `pairs` counts, for every row of a prompt, the tokens before it.
 
 Each step that is over adds one equation. Older ones fade, by `MEMORY` steps, and all weigh by relative error, so that a
