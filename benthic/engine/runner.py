@@ -132,6 +132,8 @@ class Runner:
                     self._beginnings = Graphs(told, large, lambda told: self._pass(told, beginning=True), record)
                 self._whole = Graphs(told, self._prompt_sizes, self._pass, record)
             self._graphs = Graphs(columns, sizes(most), step, record)
+        if storage.device.type == "cuda":
+            torch.cuda.empty_cache()  # the allocator keeps what runs before each capture took, for their stream alone
 
     def _prompt_columns(self) -> Tensor:
         most = self._prompt_sizes[-1]
