@@ -143,7 +143,7 @@ def fit(
         Part("state slots", (running + 1) * slot.slot_bytes, f"{running} running requests of {slot.slot_bytes} bytes"),
         Part("block tables", (running + 1) * 4 * -(-text.max_position_embeddings // BLOCK_TOKENS), "4 bytes a block"),
         Part("activations", activation_bytes(config, token_budget, running), f"a step of {token_budget} rows"),
-        Part("graphs", GRAPH_BYTES + activation_bytes(config, graphed, running), f"captured steps, up to {graphed} rows"),
+        Part("graphs", GRAPH_BYTES + activation_bytes(config, graphed, running), f"captured, up to {graphed} rows"),
         Part("driver", CONTEXT_BYTES, "context, kernels"),
     ]
     if count > 1:

@@ -4,8 +4,9 @@ while steps run. No torch, no clock.
     seconds = fixed + decode rows + prompt rows + context + pairs + logits + prompt     each times a coefficient >= 0
 
 `prompt` is 1 where there are prompt rows at all: the host has more to say of such a step and launches a part of it, or
-all of it where no graph holds it, and may take longer for that than the device. `context` counts the tokens that the step's chunks read, each chunk once
-(a decode row scans what its request has); `pairs` counts, for every row of a prompt, the tokens before it.
+all of it where no graph holds it, and may take longer for that than the device. `context` counts the tokens that the
+step's chunks read, each chunk once (a decode row scans what its request has); `pairs` counts, for every row of a
+prompt, the tokens before it.
 
 Each step that is over adds one equation. Older ones fade, by `MEMORY` steps, and all weigh by relative error, so that a
 long prefill does not drown the decode steps. The coefficients are those of least squares with none below zero, found by
