@@ -64,6 +64,7 @@ ROW_TAIL, TAIL = 0.05, 0.125  # and most of all but this share of them: choices 
 ROW_FP8 = regridded(
     SUMS, 3
 )  # the median where a matrix unit adds up FP8 products; three times that of most, twice TIES
+EXPERTS_FP8 = regridded(SUMS, 5)  # of routed and shared experts: what comes to them went through two grids before
 ROW_ROUNDED = 2.0**-11  # the median where nothing but one or two roundings lie between: a few turn, no more
 TURNED = 0.05  # share of an op's bfloat16 results that may round the other way
 ROW_FLOAT = 1e-5  # the same in float32, without quantisers
@@ -317,7 +318,8 @@ class Found:
             if ": mixes" in name:
                 yield _exact_line("ops", name, torch.cat(found))
             else:
-                yield _row_line("ops", name, torch.cat(found), ": streams" in name or ": input" in name, self.fp8)
+                rounded = ": streams" in name or ": input" in name
+                yield _row_line("ops", name, torch.cat(found), rounded, ROW_FP8 if self.fp8 else None)
 
     def turn(self, name: str, want: Any, got: Any) -> None:
         """Count what rounds otherwise; choices at near ties and quantised values have rules of their own."""
@@ -334,11 +336,14 @@ def _exact_line(level: str, name: str, errors: Tensor, bound: float = MIXES) -> 
     return Line(level, name, len(errors), float(errors.max()), bound, "relative, at most")
 
 
-def _row_line(level: str, name: str, errors: Tensor, rounded: bool, fp8: bool) -> Line:
-    """Relative differences [R] of rows, in units of what is allowed: of their median, and of most of them."""
-    median, most = (ROW_FP8, 3 * ROW_FP8) if fp8 else (ROW_MEDIAN, ROW_TAIL)
+def _row_line(level: str, name: str, errors: Tensor, rounded: bool, fp8: float | None) -> Line:
+    """Relative differences [R] of rows, in units of what is allowed: of their median, and of most of them.
+
+    fp8  the median where a matrix unit adds up FP8 products; None: it does not.
+    """
+    median, most = (ROW_MEDIAN, ROW_TAIL) if fp8 is None else (fp8, 3 * fp8)
     middle = float(errors.median()) / (ROW_ROUNDED if rounded else median)
-    share = max(middle, float(errors.quantile(1 - TAIL * (2 if fp8 else 1))) / most)
+    share = max(middle, float(errors.quantile(1 - TAIL * (1 if fp8 is None else 2))) / most)
     return Line(level, name, len(errors), share, 1.0, "of the rows' tolerance")
 
 
@@ -472,6 +477,7 @@ def _site_lines(s: Subject, probe: layers.Probe, index: int, site: str, want: Te
         added = s.fp8 and index in s.checkpoint.config.text.engram_layer_ids
         yield _exact_line("layers", name, errors, MIXES_FP8 if added else MIXES)
         return
+    fp8 = (EXPERTS_FP8 if site == "experts" else ROW_FP8) if s.fp8 else None
     kinds = probe.kinds if len(errors) == len(probe.sampled) else {"plain": slice(None)}
     for kind, at in kinds.items():
         if kind != "plain":
@@ -486,7 +492,7 @@ def _site_lines(s: Subject, probe: layers.Probe, index: int, site: str, want: Te
         elif s.numerics.wide:
             yield _float_line("layers", name, errors[at])
         else:
-            yield _row_line("layers", name, errors[at], site in layers.ROUNDED, s.fp8)
+            yield _row_line("layers", name, errors[at], site in layers.ROUNDED, fp8)
 
 
 def _float_line(level: str, name: str, errors: Tensor) -> Line:

@@ -545,7 +545,7 @@ def unpack_prompts(columns: Tensor, storage: Storage, storing: int, beginning: b
     """
     told, positions, slots, firsts, starts, lows, lows_behind, floors = columns
     ids = _known(told, slots, storage)
-    batch = _rows_batch(columns, ids, _history(ids, positions, columns[[3, 2]], storage))
+    batch = _rows_batch(columns, ids, _history(ids, positions, torch.stack((firsts, slots)), storage))
     batch = replace(batch, rows=Rows(slots, positions, firsts, starts, lows), floors=floors, chunked=True)
     kept = torch.arange(0 if beginning else columns.shape[1], device=columns.device)
     behind = replace(batch, rows=Rows(slots, positions, firsts, starts, lows_behind))

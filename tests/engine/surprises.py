@@ -1,4 +1,5 @@
 """Which kernels do random steps ask for that a rehearsal did not? None is compiled or launched, and no GPU is needed.
+And which operations of the steps that graphs hold would wait for the device, or send it a constant?
 
 Run by test_rehearsal.py in a process of its own: PROFILE STEPS CONTEXT. What images need is not among it: the largest
 steps before the first request have some.
@@ -11,6 +12,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import jit
 
 from benthic.bench import ahead
@@ -36,6 +38,31 @@ class Kernel:
     """What Triton takes for a compiled kernel; a launch does nothing."""
 
     function = packed_metadata = launch_metadata = run = staticmethod(lambda *_: None)
+
+
+class Waits(TorchDispatchMode):
+    """Notes what no graph can hold: values that are read back, shapes that depend on them, constants of the host."""
+
+    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "lift_fresh", "repeat_interleave.Tensor")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(name in str(op) for name in self.REFUSED):
+            self.seen.add(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+def waits(runner: Runner) -> list[str]:
+    """Of the steps that graphs hold, once whatever they set up on first use is there."""
+    told, columns = (torch.zeros(n, 16, dtype=torch.int64) for n in (batches.PROMPT_COLUMNS, batches.COLUMNS))
+    with Waits() as found:
+        runner._pass(told)
+        runner._pass(told, beginning=True)
+        runner._compute(batches.unpack(columns, runner.storage))
+    return sorted(found.seen)
 
 
 def compiled(self: Any, key: str, signature: object, device: int, *_: object) -> Kernel:
@@ -77,12 +104,12 @@ def main(numerics: str, steps: int, context: int) -> None:
         sampler = Sampler(model.vocab_size, storage.device)
         runner = Runner(model, storage, sampler, on_device=True, graph_rows=BUDGET)
         runner.rehearse(tuning.buckets(BUDGET))
-        rehearsed = sum(asked.values())
+        rehearsed, waiting = sum(asked.values()), waits(runner)
         asked.clear()
         uploads = batches.Uploads(storage)
         for _ in range(steps):
             runner._compute(uploads.step(random_plan(rng, model, storage)))
-    print(json.dumps({"rehearsed": rehearsed, "surprises": asked}))
+    print(json.dumps({"rehearsed": rehearsed, "surprises": asked, "waits": waiting}))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -904,6 +904,17 @@ def try_fault(fault: Fault, config: Config) -> Caught:
     return caught(verdict_with(fault, config))
 
 
+def try_on_device(some: Iterable[Fault], config: Config) -> Iterator[tuple[Fault, Caught]]:
+    """Faults that are put in while a model runs and leave it as it was, one after another in one engine: that of a GPU
+    takes a while to start."""
+    with LLM(config=config) as llm:
+        for fault in some:
+            assert fault.when == "run", f"{fault.name} is no fault of a running model"
+            with Patch.context() as patch:
+                fault.change(patch, llm)
+                yield fault, caught(gate.run(llm, seed=SEED))
+
+
 def child(fault: Fault, config: Config) -> Caught:
     """A fault of the C sources, in a process that has loaded none of them yet."""
     with tempfile.TemporaryDirectory() as room:
@@ -935,9 +946,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(child(BY_NAME[args.child], config)))
         return 0
     known = FAULTS if args.device == "cpu" else ON_DEVICE
+    some = [fault for fault in known if not args.names or fault.name in args.names]
     found: list[tuple[Fault, Caught]] = []
-    for fault in [fault for fault in known if not args.names or fault.name in args.names]:
-        found.append((fault, try_fault(fault, config)))
+    for one in ((f, try_fault(f, config)) for f in some) if known is FAULTS else try_on_device(some, config):
+        fault = one[0]
+        found.append(one)
         print(f"{found[-1][1].level or 'NOT CAUGHT':<10} {fault.name}: {found[-1][1].line}", flush=True)
     hit = sum(bool(result.level) for _, result in found)
     print(f"{hit} of {len(found)} caught by the quick gate")
