@@ -42,6 +42,7 @@ from benthic.engine.runner import Runner
 from benthic.engine.sampler import Sampler
 from benthic.engine.scheduler import Scheduler
 from benthic.errors import BadGoldens, GateFailed
+from benthic.host import source_digest
 from benthic.kernels import backends, hyper, quant
 from benthic.kernels.native import build as native
 from benthic.models import deepseek_v41_dspark
@@ -882,7 +883,7 @@ def combination(config: Config, depth: Depth) -> dict[str, Any]:
     """What a verdict holds for: everything that decides which code computes which numbers."""
     folder, device = model_dir(config.model), device_of(config.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-    versions = {"benthic": benthic.__version__, "torch": str(torch.__version__), "source": _source()}
+    versions = {"benthic": benthic.__version__, "torch": str(torch.__version__), "source": source_digest()}
     for package in ("triton", "tokenizers", "deepseek-recipe"):
         try:
             versions[package] = metadata.version(package)
@@ -921,16 +922,6 @@ def _fingerprint(folder: Path) -> str:
         else:
             found.update(f"{stat.st_mtime_ns}\0{stat.st_ino}".encode())
     return found.hexdigest()
-
-
-def _source() -> str:
-    """Of the package's own code, so that an edited kernel is not taken for the one that passed."""
-    root = Path(benthic.__file__).parent
-    found = hashlib.sha256()
-    for path in sorted(root.rglob("*")):
-        if path.suffix in (".py", ".c", ".h", ".json") and "minnow" not in path.relative_to(root).parts:
-            found.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return found.hexdigest()[:16]
 
 
 def _processor() -> str:

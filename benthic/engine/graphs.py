@@ -6,6 +6,7 @@ the largest down and share one memory pool, so the small ones need none of their
 logits, tokens, peaks) is read before the next replay.
 """
 
+import gc
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -84,6 +85,7 @@ class CudaRecorder:
     use (compilation, tables) is, then any wait for the device raises NotCapturable, and capture sees it refused too."""
 
     def __init__(self, device: torch.device):
+        gc.collect()  # graphs of an engine that is gone
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
 
@@ -100,9 +102,25 @@ class CudaRecorder:
                     raise
                 raise NotCapturable(str(error).splitlines()[0]) from error
         torch.cuda.current_stream().wait_stream(self.stream)
-        with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"), waits_refused():
+        with (
+            uncollected(),
+            torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"),
+            waits_refused(),
+        ):
             result = run()
         return Recorded(result, graph.replay)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Inside this block nothing is collected: a graph that is freed while another is captured breaks it."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 @contextmanager

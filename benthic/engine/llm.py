@@ -1,6 +1,7 @@
 """LLM: the offline face of the loop. Load a model, hand it prompts or conversations, get completions or a stream."""
 
 import hashlib
+import json
 import logging
 import math
 import platform
@@ -11,8 +12,9 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from importlib import metadata
 from itertools import count
 from os import sched_getaffinity
 from pathlib import Path
@@ -50,9 +52,10 @@ from benthic.errors import (
     OutOfMemory,
     ReplyFailed,
 )
+from benthic.host import source_digest
 from benthic.kernels.native import build as native
 from benthic.kernels.triton import runtime as triton
-from benthic.models.registry import family
+from benthic.models.registry import family, model_dir
 from benthic.models.weights import Checkpoint
 from benthic.text.prompt import ChatEncoder, Prompt, PromptImage
 from benthic.text.reply import Message, ReplyParser, ToolCallDelta
@@ -882,7 +885,7 @@ def build_loop(
     rows = min(config.gpu.graph_rows, config.scheduler.token_budget) if graphs else 0
     runner = Runner(model, storage, sampler, deterministic=config.deterministic, ahead=ahead, graph_rows=rows)
     if device.type == "cuda":
-        _compile(runner, config.scheduler.token_budget)
+        _compile(runner, config, device)
     captured = graphs and _capture(runner)
     limits = first_steps.Limits(
         slots, longest, BLOCK_TOKENS, config.scheduler.token_budget, limit, config.scheduler.image_tokens
@@ -953,13 +956,19 @@ def build_scheduler(
     )
 
 
-def _compile(runner: Runner, token_budget: int) -> None:
-    """Compile what steps will need, side by side: one after another, at first use, it takes minutes."""
+def _compile(runner: Runner, config: Config, device: torch.device) -> None:
+    """Compile what steps will need, side by side: one after another, at first use, it takes minutes.
+
+    What that is takes seconds to find out, and is kept.
+    """
     from benthic.kernels.triton import tuning, warm  # need triton, which a CPU install need not have
 
-    jobs: dict[warm.Job, None] = {}
-    with warm.noted(jobs):
-        runner.rehearse(tuning.buckets(token_budget))
+    told = (model_dir(config.model) / "config.json").read_text(encoding="utf-8")
+    settings = {name: of for name, of in asdict(config).items() if name not in ("model", "seed", "log_level", "gate")}
+    versions = (source_digest(), str(torch.__version__), metadata.version("triton"))
+    name = torch.cuda.get_device_name(device)
+    lengths = tuning.buckets(config.scheduler.token_budget)
+    jobs = warm.kept(json.dumps([versions, name, settings, told]), lambda: runner.rehearse(lengths))
     with tqdm(desc="kernels", unit="kernel", file=sys.stderr, disable=None, leave=False) as bar:
 
         def progress(done: int, of: int) -> None:

@@ -1,5 +1,6 @@
 """Steps in their GPU form, here on CPU tensors, recorded and not: the same answers as steps that the host describes."""
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -575,6 +576,27 @@ def test_a_step_that_waits_is_not_captured():
     with pytest.raises(NotCapturable):
         Graphs(torch.zeros(2, 3, dtype=torch.int64, device="cuda"), (1, 2, 3), step, recorder)
     assert torch.cuda.get_sync_debug_mode() == 0
+
+
+@pytest.mark.gpu
+def test_graphs_of_an_engine_that_is_gone_are_not_freed_inside_a_capture():
+    columns = torch.zeros(2, 3, dtype=torch.int64, device="cuda")
+    kept: list[Any] = []
+
+    def step(told: Tensor) -> Tensor:
+        kept.extend([[i] for i in range(3 * gc.get_threshold()[0])])  # enough for a collection of all generations
+        return told * 3
+
+    before = gc.get_threshold()
+    gc.set_threshold(50, 1, 1)
+    try:
+        for _ in range(5):
+            graphs: Any = Graphs(columns, (1, 2, 3), step, CudaRecorder(columns.device))
+            graphs.itself = graphs  # what only a collection frees
+            assert graphs.run(2).tolist() == [[0, 0], [0, 0]]
+            del graphs
+    finally:
+        gc.set_threshold(*before)
 
 
 @pytest.mark.gpu

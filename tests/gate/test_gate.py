@@ -344,7 +344,7 @@ def test_a_shard_that_was_written_again_is_new(copy: Path, runs: Count, monkeypa
     shard.write_bytes(raw)
     gate.ensure(config)
     assert len(runs) == 2
-    monkeypatch.setattr(gate, "_source", lambda: "edited")
+    monkeypatch.setattr(gate, "source_digest", lambda: "edited")
     gate.ensure(config)
     assert len(runs) == 3, "so is edited code"
 

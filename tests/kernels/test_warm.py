@@ -40,6 +40,9 @@ def child(what: str, order: str) -> dict[str, Any]:
             torch.full((4096,), 9, dtype=torch.int64)  # freed: the next one of this size is likely to get its memory
             index = torch.empty(4096, dtype=torch.int64).unique().tolist()
         found: dict[str, Any] = {"jobs": [job.kernel for job in jobs], "index": index}
+        taken: list[int] = []
+        listed = [warm.kept(key, lambda: taken.append(1) or runs["n"]()) for key in ("a", "a", "b")]
+        found["kept"] = ([[job.kernel for job in some] for some in listed], len(taken))
         found["missing"] = len(warm.missing(jobs))
         if what == "build":
             seen: list[tuple[int, int]] = []
@@ -78,9 +81,11 @@ def test_what_one_process_compiled_another_finds(tmp_path: Path) -> None:
     count = len(first["jobs"]) + 1
     assert first["seen"] == [[done, count] for done in range(1, count + 1)]
     assert first["left"] == 0
+    assert first["kept"] == [[["_rms_norm"]] * 3, 2], "what a key asks for is found out once"
     second = run(tmp_path, "find", "gn")  # in another order, in which Triton's own keys are others
     assert sorted(second["jobs"]) == sorted(first["jobs"])
     assert second["missing"] == 0
+    assert second["kept"] == [[["_rms_norm"]] * 3, 0], "and by one process"
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from hashlib import sha256
 from importlib import import_module
 from os import sched_getaffinity
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple, cast
@@ -78,6 +79,22 @@ def noted(jobs: dict[Job, None]) -> Iterator[None]:
             yield
     finally:
         knobs.runtime.jit_cache_hook = before
+
+
+def kept(key: str, note: Callable[[], object]) -> list[Job]:
+    """The jobs of `note()`, which launches; those of a call before with this key, which Triton's cache holds.
+
+    key  everything that decides which kernels are launched, the package's code among it.
+    """
+    folder = get_cache_manager(sha256(key.encode()).hexdigest())
+    path = folder.get_file("jobs.json")
+    if path is not None:
+        return [Job(*job) for job in json.loads(Path(path).read_text())]
+    jobs: dict[Job, None] = {}
+    with noted(jobs):
+        note()
+    folder.put(json.dumps([*jobs]), "jobs.json", binary=False)
+    return [*jobs]
 
 
 class _Keys(AsyncCompileMode):
