@@ -489,7 +489,7 @@ class Cases:
         wanted = Target(tflops=350.0) if per > 1 and not restricted else Target(0.70)
         shape = f"n={_short(context)}, {requests} requests x {per}"
         readers = rows if restricted else requests  # each row has candidates of its own
-        return self.selection(shape, "decode", at, context + per, False, restricted, readers * scored, rows, wanted)
+        return self.selection(shape, "decode", at, context + per, per >= 4, restricted, readers * scored, rows, wanted)
 
     def select_prefill(self, before: int, rows: int, restricted: bool) -> Case:
         """One chunk: rows share the reading of keys."""

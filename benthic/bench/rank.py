@@ -128,6 +128,7 @@ class Rank:
             tables=(),
             logit_rows=torch.arange(requests * per, device=self.device),
             rows=rows,
+            chunked=per >= 4,
         )
 
     def prefill_batch(self, before: int, rows: int) -> Batch:
