@@ -51,8 +51,8 @@ class Options:
     folder: Path | None = None  # for the checkpoint; None: in memory if there is room, else among temporary files
     tiny: bool = False  # widths of a small model, which a CPU can do too
     numerics: str = "production"
-    workers: tuple[int, ...] = (4, 8, 12, 16)  # tried besides the loader's own
-    pieces: tuple[int, ...] = (2, 4, 8, 16)  # MiB, tried besides the loader's own
+    workers: tuple[int, ...] = (16, 12, 8, 4)  # tried besides the loader's own
+    pieces: tuple[int, ...] = (8, 4, 16, 2)  # MiB, tried besides the loader's own
     repeats: int = 3
     budget_seconds: float = 60.0  # what is tried besides the loader's own ends then
     device: str = "cuda"

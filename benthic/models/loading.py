@@ -26,6 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -42,6 +43,7 @@ PIECE_BYTES = 8 << 20  # one copy over the link
 JOB_BYTES = 32 << 20  # what a worker fetches at a time, and most of a batch that has more than one tensor
 AHEAD_BYTES = 2 << 30  # most device memory that holds tensors nobody has taken yet
 ALIGNMENT = 256  # bytes, of tensors in a batch
+MOST_BUFFERS = 1024  # that one call fills
 
 
 class Part(NamedTuple):
@@ -86,16 +88,45 @@ def open_files(checkpoint: Checkpoint) -> dict[Path, int]:
     return {shard: os.open(shard, os.O_RDONLY) for shard in {stored.shard for stored in checkpoint.stored.values()}}
 
 
+class _Run:
+    """Bytes that follow each other in one file, and where they go."""
+
+    def __init__(self, shard: Path, start: int):
+        self.shard, self.start, self.end = shard, start, start
+        self.rooms: list[memoryview] = []
+
+    def fill(self, file: int) -> None:
+        rooms, at = deque(self.rooms), self.start
+        while rooms:
+            got = os.preadv(file, list(islice(rooms, MOST_BUFFERS)), at)
+            if not got:
+                raise TruncatedFile(self.shard, self.end, at)
+            at += got
+            while rooms and got >= len(rooms[0]):
+                got -= len(rooms.popleft())
+            if got:
+                rooms[0] = rooms[0][got:]
+
+
 def read(files: Mapping[Path, int], parts: Iterable[Part], start: int, end: int, room: memoryview) -> None:
-    """Bytes start .. end-1 of a batch into `room`; what lies between tensors is left as it is. Raises TruncatedFile."""
+    """Bytes start .. end-1 of a batch into `room`; what lies between tensors is left as it is. Raises TruncatedFile.
+
+    Tensors that follow each other in a file are read by one call: threads that come back from calls wait for one lock.
+    """
+    run: _Run | None = None
     for stored, at in parts:
         first, last = max(at, start), min(at + stored.nbytes, end)
-        while first < last:
-            where = stored.offset + first - at
-            got = os.preadv(files[stored.shard], [room[first - start : last - start]], where)
-            if not got:
-                raise TruncatedFile(stored.shard, stored.offset + stored.nbytes, where)
-            first += got
+        if first >= last:
+            continue
+        where = stored.offset + first - at
+        if run is None or run.end != where or run.shard != stored.shard:
+            if run is not None:
+                run.fill(files[run.shard])
+            run = _Run(stored.shard, where)
+        run.rooms.append(room[first - start : last - start])
+        run.end += last - first
+    if run is not None:
+        run.fill(files[run.shard])
 
 
 def locked(nbytes: int, device: torch.device, fill: Callable[[memoryview], object]) -> Tensor:
@@ -161,7 +192,8 @@ class _Lane:
             self.pieces = [torch.empty(piece_bytes, dtype=torch.uint8, device="cpu", pin_memory=gpu) for _ in range(2)]
         arrays: list[Any] = [piece.numpy() for piece in self.pieces]
         self.rooms = [memoryview(array) for array in arrays]
-        self.copied: list[torch.cuda.Event | None] = [None, None]
+        # of each piece's last copy; blocking, or whoever waits takes a core
+        self.copied = [torch.cuda.Event(blocking=True) if gpu else None for _ in range(2)]
         self.turn = 0
 
     def fetch(
@@ -184,16 +216,17 @@ class _Lane:
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
             for first in range(start, end, len(self.rooms[0])):
                 self.turn = 1 - self.turn
-                piece, last, before = self.pieces[self.turn], self.copied[self.turn], first
+                piece, copied, before = self.pieces[self.turn], self.copied[self.turn], first
                 behind = min(before + len(piece), end)
-                if last is not None:
-                    last.synchronize()
+                if copied is not None:
+                    copied.synchronize()
                 read(files, parts, before, behind, self.rooms[self.turn])
                 out[before:behind].copy_(piece[: behind - before], non_blocking=True)
-                if self.stream is not None:
-                    done = torch.cuda.Event()
-                    done.record(self.stream)
-                    self.copied[self.turn] = done
+                if copied is not None:
+                    copied.record(self.stream)
+            if self.stream is not None:
+                done = torch.cuda.Event()
+                done.record(self.stream)
         return done
 
 

@@ -9,7 +9,7 @@ import re
 import resource
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,9 +24,9 @@ from benthic.kernels import backends, engram
 from benthic.models import deepseek_v41, loading
 from benthic.models.deepseek_v41 import MoE
 from benthic.models.deepseek_v41_config import ModelConfig, tensors
-from benthic.models.loading import ALIGNMENT, StagedCheckpoint, batches, locked
+from benthic.models.loading import ALIGNMENT, Part, StagedCheckpoint, batches, locked
 from benthic.models.modules import packed_weights
-from benthic.models.weights import Checkpoint
+from benthic.models.weights import Checkpoint, Stored
 from benthic.testing.checkpoints import make_tiny, random_tensors, tiny_config
 from benthic.types import NUMERICS, SamplingParams
 
@@ -160,6 +160,39 @@ def test_a_model_is_the_same_over_either_way(checkpoint: Checkpoint) -> None:
         model.load(source)
     for (name, a), (_, b) in zip(model.named_parameters(), want.named_parameters(), strict=True):
         assert equal(a, b), name
+
+
+@pytest.mark.parametrize("most", [1 << 30, 5, 1], ids=["whole", "five bytes", "byte by byte"])
+def test_bytes_of_any_span_whatever_a_call_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Two tensors that follow each other, one that lies elsewhere, one of nothing, one of another file."""
+    one, other = tmp_path / "one", tmp_path / "other"
+    content = {one: bytes(range(100)), other: bytes(range(100, 200))}
+    for path, data in content.items():
+        path.write_bytes(data)
+    lies = [(one, 10, 7), (one, 17, 8), (one, 60, 3), (one, 63, 0), (other, 5, 9)]
+    parts: list[Part] = []
+    at, want = 0, bytearray(b"\xee" * 128)
+    for shard, offset, nbytes in lies:
+        parts.append(Part(Stored(shard, offset, nbytes, "U8", (nbytes,)), at))
+        want[at : at + nbytes] = content[shard][offset : offset + nbytes]
+        at = -(-(at + nbytes) // 16) * 16
+    calls: list[int] = []
+    preadv = os.preadv
+
+    def stingy(file: int, rooms: list[memoryview], where: int) -> int:
+        calls.append(where)
+        return preadv(file, rooms if most > 100 else [rooms[0][:most]], where)
+
+    monkeypatch.setattr(os, "preadv", stingy)
+    with ExitStack() as stack:
+        files = {path: stack.enter_context(path.open("rb")).fileno() for path in content}
+        for start, end in ((0, 128), (3, 40), (16, 17), (20, 80), (64, 64)):
+            room = bytearray(b"\xee" * (end - start))
+            loading.read(files, parts, start, end, memoryview(room))
+            assert room == want[start:end], (start, end)
+        calls.clear()
+        loading.read(files, parts, 0, 128, memoryview(bytearray(128)))
+        assert most < 100 or calls == [10, 60, 5]
 
 
 def test_a_file_that_shrank(tmp_path: Path) -> None:
