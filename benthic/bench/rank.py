@@ -429,7 +429,7 @@ def compile_kernels(rank: Rank, say: Callable[[str], None]) -> dict[str, Any]:
             rows = max(options.chunk // 8, 1)
             batch = rank.prefill_batch(0, rows)
             rank.model.forward(batch, rank.model.memory(rank.storage, batch))
-            pass_columns(rank, torch.zeros(batches.PROMPT_COLUMNS, rows, dtype=torch.int64, device=rank.device))
+            pass_columns(rank, prompt_columns(rank, rows))
     failures = warm.build(jobs)
     seconds = perf_counter() - started
     say(f"{len(jobs)} kernels ready in {seconds:.0f} s" + (f", {len(failures)} do not compile" if failures else ""))
@@ -540,22 +540,26 @@ def time_prefill(rank: Rank, ceilings: Ceilings) -> dict[str, Any]:
     return found
 
 
+def prompt_columns(rank: Rank, rows: int) -> Tensor:
+    count = batches.PROMPT_COLUMNS + rank.model.windows.layers
+    return torch.zeros(count, rows, dtype=torch.int64, device=rank.device)
+
+
 def pass_columns(rank: Rank, columns: Tensor) -> Tensor:
     """The backbone of a step with prompts in the form that graphs hold."""
-    batch = batches.unpack_prompts(columns, rank.storage, rank.model.windows.storing)
+    batch = batches.unpack_prompts(columns, rank.storage)
     return rank.model.forward(batch, rank.model.memory(rank.storage, batch)).hidden
 
 
 def replayed(rank: Rank, places: Sequence[Place]) -> list[Run]:
     """Chunks of the prompt in slot 1 as the engine takes them: described by the host, one copy and one replay."""
-    storage, storing, most = rank.storage, rank.model.windows.storing, max(rows for _, rows in places)
+    storage, most = rank.storage, max(rows for _, rows in places)
     uploads = batches.Uploads(storage)
-    told = torch.zeros(batches.PROMPT_COLUMNS, most, dtype=torch.int64, device=rank.device)
     record: Record = CudaRecorder(rank.device) if rank.device.type == "cuda" else lambda run: Recorded(run(), run)
-    graphs = Graphs(told, (most,), partial(pass_columns, rank), record)
+    graphs = Graphs(prompt_columns(rank, most), (most,), partial(pass_columns, rank), record)
 
     def take(plan: StepPlan) -> Tensor:
-        uploads.prompts(plan, graphs.columns(most), storing)
+        uploads.prompts(plan, graphs.columns(most))
         return graphs.run(most)
 
     tables = [rank.prefill_batch(at, rows).tables[0] for at, rows in places]

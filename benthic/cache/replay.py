@@ -18,6 +18,10 @@ class Windows:
     others: int  # layers behind it
 
     @property
+    def layers(self) -> int:
+        return self.storing + self.others
+
+    @property
     def reach_others(self) -> int:
         """Positions before a row that the layers behind the last source can see, through one another."""
         return self.others * (self.tokens - 1)

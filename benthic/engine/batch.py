@@ -290,9 +290,9 @@ class Ends(NamedTuple):
 
 COLUMNS = 10  # of a decode step: id, position, slot; place and value of a table entry; `_SETTINGS`
 _SETTINGS = 5  # seed, temperature, top_k, top_p, min_p
-# of a step with prompts: id, position, slot; position and number of its chunk's first row; positions below which a row
-# sees no window row, up to the last layer that stores entries and behind it; position below which it stores no entry
-PROMPT_COLUMNS = 8
+# of a step with prompts: id, position, slot; position and number of its chunk's first row; position below which it
+# stores no entry; then of each layer the position below which it sees no window row
+PROMPT_COLUMNS = 6
 
 
 class Uploads:
@@ -343,11 +343,11 @@ class Uploads:
             host[5:, drawn] = self._settings_of([slots[i] for i in drawn], plan.draws)
         self._copy(columns.view(-1))
 
-    def prompts(self, plan: StepPlan, columns: Tensor, storing: int) -> Ends:
-        """Send a step of text to `columns` [PROMPT_COLUMNS, n], which `unpack_prompts` reads on the device.
+    def prompts(self, plan: StepPlan, columns: Tensor) -> Ends:
+        """Send a step of text to `columns` [PROMPT_COLUMNS + layers, n], for `unpack_prompts`.
 
-        n is at least the number of rows; the rows beyond are padding. What cuts leave out is computed: no row that is
-        read sees it, since those whose window reaches below a cut end with their layer.
+        n is at least the number of rows; the rows beyond are padding. What cuts leave out is computed, and seen by
+        nobody.
         """
         chunks, rows = plan.chunks, columns.shape[1]
         lengths = np.array([len(chunk.tokens) for chunk in chunks], dtype=np.int64)
@@ -355,16 +355,16 @@ class Uploads:
         count, starts = int(ends[-1]), ends - lengths
         drawn = [i for i, chunk in enumerate(chunks) if chunk.sample]
         slots = [chunk.slot for chunk in chunks]
-        of_chunk = [(c.slot, c.start, c.low, c.stored) for c in chunks]
-        told = np.zeros((PROMPT_COLUMNS, rows), dtype=np.int64)
+        of_chunk = np.array([(c.slot, c.start, c.stored, c.low) for c in chunks], dtype=np.int64)
+        told = np.zeros(columns.shape, dtype=np.int64)
         told[0, :count] = np.fromiter(chain.from_iterable([chunk.tokens for chunk in chunks]), np.int64, count)
-        told[[2, 3, 5, 7], :count] = np.repeat(np.array(of_chunk, dtype=np.int64).T, lengths, axis=1)
+        told[[2, 3, 5, 6], :count] = np.repeat(of_chunk.T, lengths, axis=1)
+        told[7:] = told[6]
         told[4, :count], told[4, count:] = np.repeat(starts, lengths), np.arange(count, rows)
         told[1, :count] = np.arange(count) - told[4, :count] + told[3, :count]
-        told[6] = told[5]
         for chunk, start, end in zip(chunks, starts.tolist(), ends.tolist(), strict=True):
             if chunk.cuts:
-                told[6, start:end] = _lows_behind(chunk, told[1, start:end], storing)
+                _lows(chunk, told[1, start:end], told[PROMPT_COLUMNS:, start:end])
         sent = self._send(
             told.reshape(-1),
             ends - 1,
@@ -525,31 +525,35 @@ def unpack(columns: Tensor, storage: Storage) -> Step:
     return Step(batch, None, Draws(slots, begun.following, *_as_settings(columns[5:].unbind(0))))
 
 
-def _lows_behind(chunk: Chunk, positions: np.ndarray, storing: int) -> np.ndarray | int:
-    """Of each row of a chunk, the position below which it sees no window row in the layers from `storing` on.
+def _lows(chunk: Chunk, positions: np.ndarray, found: np.ndarray) -> None:
+    """Of each row of a chunk with cuts, the position below which it sees no window row, layer by layer.
 
-    A cut there hides what is below it. The rows below it belong to nobody, unless they are masked: they see themselves.
+    A cut hides what is below it. Rows below it belong to nobody from there on, unless they are masked: they see
+    themselves, so that nothing is read that was not written.
+
+    found  [layers, rows], written.
     """
-    edge = dict(chunk.cuts).get(storing)
-    if edge is None:
-        return chunk.low
-    return np.where(positions >= edge, max(chunk.low, edge), chunk.low if chunk.masked else positions)
+    edges, lows = dict(chunk.cuts), found[0].copy()
+    for layer, of_layer in enumerate(found):
+        if layer in edges:
+            edge = edges[layer]
+            lows = np.where(positions >= edge, np.maximum(lows, edge), lows if chunk.masked else positions)
+        of_layer[:] = lows
 
 
-def unpack_prompts(columns: Tensor, storage: Storage, storing: int, beginning: bool = False) -> Batch:
+def unpack_prompts(columns: Tensor, storage: Storage, storing: int | None = None) -> Batch:
     """What `Uploads.prompts` sent, as a batch without logit rows. On the device alone, so a graph may hold it.
 
-    columns    [PROMPT_COLUMNS, n].
-    storing    layers up to the last one that stores entries; behind them rows have window limits of their own.
-    beginning  no row goes there.
+    columns  [PROMPT_COLUMNS + layers, n].
+    storing  no row is needed from this layer on; None: in all layers.
     """
-    told, positions, slots, firsts, starts, lows, lows_behind, floors = columns
+    told, positions, slots, firsts, _, floors = columns[:PROMPT_COLUMNS]
     ids = _known(told, slots, storage)
     batch = _rows_batch(columns, ids, _history(ids, positions, torch.stack((firsts, slots)), storage))
-    batch = replace(batch, rows=Rows(slots, positions, firsts, starts, lows), floors=floors, chunked=True)
-    kept = torch.arange(0 if beginning else columns.shape[1], device=columns.device)
-    behind = replace(batch, rows=Rows(slots, positions, firsts, starts, lows_behind))
-    return replace(batch, cuts=(Cut(storing, kept, behind, {}),))
+    batch = replace(batch, floors=floors, layer_lows=columns[PROMPT_COLUMNS:], chunked=True)
+    if storing is None:
+        return batch
+    return replace(batch, cuts=(Cut(storing, torch.arange(0, device=columns.device), batch, {}),))
 
 
 def prompt_step(columns: Tensor, ids: Tensor, history: Tensor, ends: Ends) -> Step:

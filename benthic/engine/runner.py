@@ -136,15 +136,15 @@ class Runner:
             torch.cuda.empty_cache()  # the allocator keeps what runs before each capture took, for their stream alone
 
     def _prompt_columns(self) -> Tensor:
-        most = self._prompt_sizes[-1]
-        return torch.zeros(batches.PROMPT_COLUMNS, most, dtype=torch.int64, device=self.storage.device)
+        columns = batches.PROMPT_COLUMNS + self.model.windows.layers
+        return torch.zeros(columns, self._prompt_sizes[-1], dtype=torch.int64, device=self.storage.device)
 
     def _pass(self, columns: Tensor, beginning: bool = False) -> Passed:
         """The backbone of what `Uploads.prompts` sent.
 
         beginning  no row is needed behind the last layer that stores entries.
         """
-        batch = batches.unpack_prompts(columns, self.storage, self.model.windows.storing, beginning)
+        batch = batches.unpack_prompts(columns, self.storage, self.model.windows.storing if beginning else None)
         hidden = self.model.forward(batch, self.model.memory(self.storage, batch)).hidden
         return Passed(hidden, batch.ids, batch.history)
 
@@ -301,7 +301,7 @@ class Runner:
             decided = self._graphs.run(size)
             rows = [i for i, chunk in enumerate(chunks) if chunk.sample]
         else:
-            ends = uploads.prompts(plan, graphs.columns(size), self.model.windows.storing)
+            ends = uploads.prompts(plan, graphs.columns(size))
             passed = cast("Graphs[Passed]", graphs).run(size)
             step = batches.prompt_step(graphs.columns(size), passed.ids, passed.history, ends)
             decided = self._decided(passed.hidden, step)

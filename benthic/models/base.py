@@ -33,6 +33,7 @@ class Batch:
     lows: tuple[int, ...] = ()  # C positions below which a chunk's rows see no window rows; empty: 0 for all
     stored: tuple[int, ...] = ()  # C positions below which compressed entries are there already; empty: 0 for all
     floors: Tensor | None = None  # [T] int64, the same row by row, for a step on the device; None: 0 for all
+    layer_lows: Tensor | None = None  # [L, T] int64: `rows.lows` layer by layer; None: the same in all
     chunked: bool = False  # rows come in long chunks, which only the device knows
     cuts: "tuple[Cut, ...]" = ()  # by layer: where rows end that nobody above needs
 

@@ -33,7 +33,7 @@ class DeviceMemory:
     ):
         assert batch.rows is not None, "the batch does not say on the device where its rows stand"
         self.model, self.config, self.plan, self.numerics = config, config.text, plan, numerics
-        self.storage, self.rows, self.floors = storage, batch.rows, batch.floors
+        self.storage, self.rows, self.floors, self.layer_lows = storage, batch.rows, batch.floors, batch.layer_lows
         # where the host knows the blocks, no kernel sees the empty end of the tables: it may be a million tokens long
         most = max(map(len, batch.tables), default=storage.tables.shape[1])
         self.tables = storage.tables[:, :most]
@@ -46,6 +46,10 @@ class DeviceMemory:
 
     def of(self, batch: Batch) -> "DeviceMemory":
         return DeviceMemory(self.model, self.plan, self.numerics, self.storage, batch)
+
+    def rows_of(self, layer: int) -> kv_copy.Rows:
+        """The rows as the window of a layer sees them."""
+        return self.rows if self.layer_lows is None else self.rows._replace(lows=self.layer_lows[layer])
 
     def entries(self, ratio: int) -> Entries:
         if ratio not in self._entries:
@@ -106,7 +110,7 @@ class DeviceLayer:
         return Selection(records, candidates if plan.makes_candidates else kept)
 
     def attend(self, q: Tensor, kw: Tensor, selection: Selection | None, sink: Tensor) -> Tensor:
-        memory, plan, rows = self.memory, self.plan, self.memory.rows
+        memory, plan, rows = self.memory, self.plan, self.memory.rows_of(self.plan.index)
         ring = memory.ring(plan.index)
         paged = memory.paged(plan.kv_from, "main") if selection is not None and plan.kv_from is not None else None
         records = selection.entries if selection is not None else None

@@ -57,7 +57,7 @@ class Waits(TorchDispatchMode):
 
 def waits(runner: Runner) -> list[str]:
     """Of the steps that graphs hold, once whatever they set up on first use is there."""
-    told, columns = (torch.zeros(n, 16, dtype=torch.int64) for n in (batches.PROMPT_COLUMNS, batches.COLUMNS))
+    told, columns = runner._prompt_columns()[:, :16].contiguous(), torch.zeros(batches.COLUMNS, 16, dtype=torch.int64)
     with Waits() as found:
         runner._pass(told)
         runner._pass(told, beginning=True)

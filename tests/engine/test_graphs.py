@@ -250,33 +250,35 @@ def test_rows_of_a_step_with_prompts_in_a_graph(storage: Storage):
     params = SamplingParams(temperature=0.5, top_k=3)
     storage.history[:] = torch.tensor([11, 12, 13])
     storage.last_token[2] = 41
-    halo, masked = ((4, 18), (5, 99)), ((4, 1),)
+    halo, masked = ((3, 17), (4, 18), (6, 19)), ((4, 1),)
     plan = plan_of(
         chunk(2, 17, (PENDING,), (8, 3)),
         chunk(1, 16, (7, 8, 9, 10), (5, 6), low=16, stored=17, cuts=halo, before=(1, 2, 3, 4, 5)),
         chunk(4, 0, (1, 2, 3), (7,), cuts=masked, masked=True, sample=False),
         params=params,
     )
-    columns = torch.full((batches.PROMPT_COLUMNS, 10), -7)
-    ends = batches.Uploads(storage).prompts(plan, columns, storing=4)
-    batch = batches.unpack_prompts(columns, storage, storing=4)
+    columns = torch.full((batches.PROMPT_COLUMNS + 7, 10), -7)
+    ends = batches.Uploads(storage).prompts(plan, columns)
+    batch = batches.unpack_prompts(columns, storage)
     assert batch.rows is not None
     assert batch.ids.tolist() == [41, 7, 8, 9, 10, 1, 2, 3, 0, 0]
     assert batch.positions.tolist() == batch.rows.positions.tolist() == [17, 16, 17, 18, 19, 0, 1, 2, 0, 0]
     assert batch.rows.slots.tolist() == [2, 1, 1, 1, 1, 4, 4, 4, 0, 0]
     assert batch.rows.firsts.tolist() == [17, 16, 16, 16, 16, 0, 0, 0, 0, 0]
     assert batch.rows.starts.tolist() == [0, 1, 1, 1, 1, 5, 5, 5, 8, 9]
-    assert batch.rows.lows is not None
-    assert batch.rows.lows.tolist() == [0, 16, 16, 16, 16, 0, 0, 0, 0, 0]
     assert batch.floors is not None
     assert batch.floors.tolist() == [0, 17, 17, 17, 17, 0, 0, 0, 0, 0]
     assert batch.history[:3].tolist() == [[11, 12, 13], [5, 4, 3], [7, 5, 4]]
-    (behind,) = batch.cuts
-    assert (behind.layer, behind.kept.tolist()) == (4, list(range(10)))
-    assert behind.batch.rows is not None
-    assert behind.batch.rows.lows is not None
-    assert behind.batch.rows.lows.tolist() == [0, 16, 17, 18, 18, 0, 1, 1, 0, 0]
-    assert batches.unpack_prompts(columns, storage, 4, beginning=True).cuts[0].kept.tolist() == []
+    assert batch.layer_lows is not None
+    assert batch.layer_lows.tolist() == [
+        *[[0, 16, 16, 16, 16, 0, 0, 0, 0, 0]] * 3,
+        [0, 16, 17, 17, 17, 0, 0, 0, 0, 0],
+        *[[0, 16, 17, 18, 18, 0, 1, 1, 0, 0]] * 2,
+        [0, 16, 17, 18, 19, 0, 1, 1, 0, 0],
+    ]
+    assert batch.cuts == ()
+    beginning = batches.unpack_prompts(columns, storage, 4)
+    assert [(cut.layer, cut.kept.tolist()) for cut in beginning.cuts] == [(4, [])]
     assert (ends.last.tolist(), ends.logit_rows.tolist()) == ([0, 4, 7], [0, 4])
     got = [column.tolist() for column in ends.draws]
     assert got == [[2, 1], [18, 20], [7, 6], [0.5, 0.5], [3, 3], [1.0, 1.0], [0.0, 0.0]]

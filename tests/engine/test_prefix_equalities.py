@@ -29,7 +29,8 @@ from tests.engine.test_graphs import FakeRecorder
 TOLERANCE = 1e-5
 SMOOTH = {"index_topk": 512, "candidate_topk_blocks": 128, "n_routed_experts": 4, "num_experts_per_tok": 4}
 BLOCK = 16
-FORMS = ("host", "device", "recorded")  # described by the host; a GPU's form; what a GPU replays
+# described by the host; a GPU's form; what a GPU replays; the same where only small steps are replayed
+FORMS = ("host", "device", "recorded", "small recorded")
 
 
 @pytest.fixture(autouse=True)
@@ -93,8 +94,9 @@ class Engine:
             ),
         )
         self.sampler = Watching(model.vocab_size)
-        runner = Runner(model, self.storage, self.sampler, on_device=form != "host", ahead=ahead, graph_rows=256)
-        if form == "recorded":
+        rows = 32 if form == "small recorded" else 256
+        runner = Runner(model, self.storage, self.sampler, on_device=form != "host", ahead=ahead, graph_rows=rows)
+        if "recorded" in form:
             runner.capture(FakeRecorder())
         self.loop = Loop(self.scheduler, runner, ahead=ahead)
         self.rows = 0
@@ -156,6 +158,8 @@ def cold(model: Model) -> Engine:
         ("recorded", "exact", "halo", 33),
         ("recorded", "exact", "halo", 4096),
         ("recorded", "snapshot", "halo", 70),
+        ("small recorded", "exact", "halo", 70),
+        ("small recorded", "snapshot", "halo", 50),
     ],
 )
 def test_a_hit_answers_as_a_cold_start(model: Model, cold: Engine, form: str, mode: str, truncation: str, budget: int):
@@ -187,6 +191,9 @@ def test_a_hit_answers_as_a_cold_start(model: Model, cold: Engine, form: str, mo
         (97, 4096, "recorded"),
         (129, 31, "recorded"),
         (150, 70, "recorded"),
+        (150, 70, "small recorded"),
+        (129, 50, "small recorded"),
+        (97, 41, "small recorded"),
     ],
 )
 def test_hits_of_any_length_in_any_chunks(model: Model, length: int, budget: int, form: str):
