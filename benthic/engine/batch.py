@@ -472,6 +472,12 @@ class Uploads:
 
     # ---- copies ------------------------------------------------------------------------------------------------------
 
+    def reserve(self, size: int) -> None:
+        """Room for copies of so many numbers: to make it takes the time of many steps."""
+        for turn, buffer in enumerate(self._buffers):
+            if buffer.shape[0] < size:
+                self._buffers[turn] = self._buffer(size)
+
     def _buffer(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.int64, pin_memory=self._pinned)
 
@@ -554,6 +560,13 @@ def unpack_prompts(columns: Tensor, storage: Storage, storing: int | None = None
     if storing is None:
         return batch
     return replace(batch, cuts=(Cut(storing, torch.arange(0, device=columns.device), batch, {}),))
+
+
+def beside_columns(storage: Storage) -> int:
+    """Numbers that go with the columns of a step with prompts, as a rule at most: of each slot its ends, settings and
+    history and a few blocks, and one whole block table."""
+    slots, history = storage.num_slots + 1, storage.history.shape[1]
+    return slots * (3 + _SETTINGS + history + 2 * 8) + 2 * storage.tables.shape[1]
 
 
 def prompt_step(columns: Tensor, ids: Tensor, history: Tensor, ends: Ends) -> Step:

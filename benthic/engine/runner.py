@@ -131,6 +131,8 @@ class Runner:
                 if large and self.model.windows.others:
                     self._beginnings = Graphs(told, large, lambda told: self._pass(told, beginning=True), record)
                 self._whole = Graphs(told, self._prompt_sizes, self._pass, record)
+                if self._uploads is not None:
+                    self._uploads.reserve(told.numel() + batches.beside_columns(storage))
             self._graphs = Graphs(columns, sizes(most), step, record)
         if storage.device.type == "cuda":
             torch.cuda.empty_cache()  # the allocator keeps what runs before each capture took, for their stream alone

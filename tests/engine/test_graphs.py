@@ -445,6 +445,19 @@ def test_which_steps_with_prompts_are_replays(model: DeepseekV41, monkeypatch: p
     assert seen == [[("beginning", 32)], *[[one] for one in whole], [], [("decode", 1)], [("whole", 16)], []]
 
 
+def test_no_step_that_is_recorded_makes_room_for_what_is_sent(model: DeepseekV41):
+    """The most rows, the most chunks of a prompt, the longest table."""
+    storage = Storage(model.cache_spec, 19, 17, block_tokens=BLOCK)
+    runner = Runner(model, storage, Sampler(model.vocab_size), on_device=True, graph_rows=64)
+    runner.capture(FakeRecorder())
+    assert runner._uploads is not None
+    room = [buffer.data_ptr() for buffer in runner._uploads._buffers]
+    whole = chunk(1, 0, (5,) * 64, tuple(range(1, 1 + min(storage.table_blocks, 18))))
+    for plan in (plan_of(whole), plan_of(*[chunk(1 + i, 0, (5,) * 4, (1 + i,), before=(5, 6)) for i in range(16)])) * 2:
+        runner.run(plan)
+    assert [buffer.data_ptr() for buffer in runner._uploads._buffers] == room
+
+
 class Damaged:
     """A model whose logits are NaN for some last ids, and may fail altogether."""
 
