@@ -443,15 +443,15 @@ def cacheable(number: int, model: DeepseekV41, ids_of: int, parts: Sequence[int 
 
 
 @pytest.mark.parametrize(
-    ("mode", "on_device", "ahead"),
+    ("mode", "form", "ahead"),
     [
-        ("exact", True, True),
-        ("snapshot", False, False),
-        pytest.param("exact", False, False, marks=pytest.mark.slow),
-        pytest.param("snapshot", True, True, marks=pytest.mark.slow),
+        ("exact", "recorded", True),
+        ("snapshot", "host", False),
+        pytest.param("exact", "host", False, marks=pytest.mark.slow),
+        pytest.param("snapshot", "device", True, marks=pytest.mark.slow),
     ],
 )
-def test_behind_a_cached_beginning(narrow: DeepseekV41, mode: str, on_device: bool, ahead: bool):
+def test_behind_a_cached_beginning(narrow: DeepseekV41, mode: str, form: str, ahead: bool):
     """Blocks of 16: an image before the hit, one it ends in, one behind it, and another picture in the same place."""
     other = noise(50, 200, 9)
     asked = [
@@ -460,7 +460,7 @@ def test_behind_a_cached_beginning(narrow: DeepseekV41, mode: str, on_device: bo
         cacheable(3, narrow, 1, [20, SMALL, 9, other, 60], mode),
         cacheable(4, narrow, 1, [20, SMALL, 9, TALL, 3, WIDE, 2], mode),
     ]
-    cold, warm = Engine(narrow, cached=False), Engine(narrow, on_device=on_device, ahead=ahead, budget=23)
+    cold, warm = Engine(narrow, cached=False), Engine(narrow, form=form, ahead=ahead, budget=23)
     read: list[float] = []
     for r in asked:
         cold.ask(r)
