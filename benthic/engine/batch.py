@@ -295,6 +295,26 @@ _SETTINGS = 5  # seed, temperature, top_k, top_p, min_p
 PROMPT_COLUMNS = 6
 
 
+class _Told(NamedTuple):
+    """Chunks as the device is told of them."""
+
+    rows: np.ndarray  # [5, T] int64: id, position, slot; position and number of its chunk's first row
+    lengths: np.ndarray  # [C] int64
+    ends: np.ndarray  # [C] int64, behind the last row
+    drawn: list[int]  # chunks whose last row yields a token
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk]) -> "_Told":
+        lengths = np.array([len(chunk.tokens) for chunk in chunks], dtype=np.int64)
+        ends = lengths.cumsum()
+        of_chunk = np.stack([[c.slot for c in chunks], [c.start for c in chunks], ends - lengths])
+        rows = np.empty((5, int(ends[-1])), dtype=np.int64)
+        rows[2:] = np.repeat(of_chunk, lengths, axis=1)
+        rows[0] = np.fromiter(chain.from_iterable([chunk.tokens for chunk in chunks]), np.int64, rows.shape[1])
+        rows[1] = np.arange(rows.shape[1]) - rows[4] + rows[3]
+        return cls(rows, lengths, ends, [i for i, chunk in enumerate(chunks) if chunk.sample])
+
+
 class Uploads:
     """Host to device, a step at a time. Knows what the device already has.
 
@@ -349,27 +369,21 @@ class Uploads:
         n is at least the number of rows; the rows beyond are padding. What cuts leave out is computed, and seen by
         nobody.
         """
-        chunks, rows = plan.chunks, columns.shape[1]
-        lengths = np.array([len(chunk.tokens) for chunk in chunks], dtype=np.int64)
-        ends = lengths.cumsum()
-        count, starts = int(ends[-1]), ends - lengths
-        drawn = [i for i, chunk in enumerate(chunks) if chunk.sample]
-        slots = [chunk.slot for chunk in chunks]
-        of_chunk = np.array([(c.slot, c.start, c.stored, c.low) for c in chunks], dtype=np.int64)
+        chunks, of_rows, width = plan.chunks, _Told.of(plan.chunks), columns.shape[1]
+        ends, count = of_rows.ends, of_rows.rows.shape[1]
+        of_chunk = np.array([(c.stored, c.low) for c in chunks], dtype=np.int64)
         told = np.zeros(columns.shape, dtype=np.int64)
-        told[0, :count] = np.fromiter(chain.from_iterable([chunk.tokens for chunk in chunks]), np.int64, count)
-        told[[2, 3, 5, 6], :count] = np.repeat(of_chunk.T, lengths, axis=1)
+        told[:5, :count], told[4, count:] = of_rows.rows, np.arange(count, width)
+        told[5:7, :count] = np.repeat(of_chunk.T, of_rows.lengths, axis=1)
         told[7:] = told[6]
-        told[4, :count], told[4, count:] = np.repeat(starts, lengths), np.arange(count, rows)
-        told[1, :count] = np.arange(count) - told[4, :count] + told[3, :count]
-        for chunk, start, end in zip(chunks, starts.tolist(), ends.tolist(), strict=True):
+        for chunk, start, end in zip(chunks, (ends - of_rows.lengths).tolist(), ends.tolist(), strict=True):
             if chunk.cuts:
                 _lows(chunk, told[1, start:end], told[PROMPT_COLUMNS:, start:end])
         sent = self._send(
             told.reshape(-1),
             ends - 1,
-            ends[drawn] - 1,
-            *self._settings_of([slots[i] for i in drawn], plan.draws),
+            ends[of_rows.drawn] - 1,
+            *self._settings_of([chunks[i].slot for i in of_rows.drawn], plan.draws),
             *self._table_changes(chunks),
             *new_histories(chunks, self.storage.history.shape[1]),
         )
@@ -387,26 +401,15 @@ class Uploads:
 
     def step(self, plan: StepPlan, placement: Placement | None = None) -> Step:
         """Send any step and prepare it on the device. Cost: one copy and some twenty small kernels."""
-        chunks, storage = plan.chunks, self.storage
-        lengths = np.array([len(chunk.tokens) for chunk in chunks], dtype=np.int64)
-        ends = lengths.cumsum()
-        starts, count = ends - lengths, int(ends[-1])
-        firsts, slots = [chunk.start for chunk in chunks], [chunk.slot for chunk in chunks]
-        first_of, slot_of, start_of = (np.repeat(column, lengths) for column in (firsts, slots, starts))
-        ids = np.fromiter(chain.from_iterable([chunk.tokens for chunk in chunks]), np.int64, count)
-        drawn = [i for i, chunk in enumerate(chunks) if chunk.sample]
-        settings = self._settings_of([slots[i] for i in drawn], plan.draws)
-        position = np.arange(count) - start_of + first_of
+        chunks, storage, told = plan.chunks, self.storage, _Told.of(plan.chunks)
+        lengths, ends, drawn = told.lengths, told.ends, told.drawn
+        settings = self._settings_of([chunks[i].slot for i in drawn], plan.draws)
         places = np.zeros(0, dtype=np.int64) if placement is None else placement.places
         limits = [(chunk.low, chunk.stored) for chunk in chunks]
         limited = [np.repeat(column, lengths) for column in zip(*limits, strict=True)] if any(map(any, limits)) else []
         kept = kept_rows(chunks)
         sent = self._send(
-            ids,
-            position,
-            slot_of,
-            first_of,
-            start_of,
+            *told.rows,
             ends - 1,
             ends[drawn] - 1,
             places,
@@ -430,8 +433,8 @@ class Uploads:
             images=images,
             embeds=embeds,
             starts=(0, *ends.tolist()),
-            firsts=tuple(firsts),
-            slots=tuple(slots),
+            firsts=tuple([chunk.start for chunk in chunks]),
+            slots=tuple([chunk.slot for chunk in chunks]),
             tables=tuple([chunk.blocks for chunk in chunks]),
             logit_rows=logit_rows,
             rows=Rows(row_slots, positions, row_firsts, row_starts, lows),
