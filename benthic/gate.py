@@ -65,15 +65,10 @@ ROW_TAIL, TAIL = 0.05, 0.125  # and most of all but this share of them: choices 
 ROW_FP8 = regridded(
     SUMS, 3
 )  # the median where a matrix unit adds up FP8 products; three times that of most, twice TIES
-EXPERTS_FP8 = regridded(SUMS, 5)  # of routed and shared experts: what comes to them went through two grids before
 ROW_ROUNDED = 2.0**-11  # the median where nothing but one or two roundings lie between: a few turn, no more
 TURNED = 0.05  # share of an op's bfloat16 results that may round the other way
 ROW_FLOAT = 1e-5  # the same in float32, without quantisers
 MIXES = 2e-5  # most relative difference of mixing weights: float32, order of one sum
-MIXES_FP8 = 2.0**-9  # where such sums of FP8 products were added to the streams first: half a unit of bfloat16
-OTHER_EXPERTS = (
-    1.0  # where inputs are per cents apart, rows at near ties have other experts: they agree in the shared one
-)
 TIES = 0.05  # share of chosen entries that may be others, one row with another
 FREQUENCY = 1e-6  # most relative difference of a rotation's frequency
 KL_FLOOR = 1e-6  # nats
@@ -319,8 +314,7 @@ class Found:
             if ": mixes" in name:
                 yield _exact_line("ops", name, torch.cat(found))
             else:
-                rounded = ": streams" in name or ": input" in name
-                yield _row_line("ops", name, torch.cat(found), rounded, ROW_FP8 if self.fp8 else None)
+                yield _row_line("ops", name, torch.cat(found), ": streams" in name or ": input" in name, self.fp8)
 
     def turn(self, name: str, want: Any, got: Any) -> None:
         """Count what rounds otherwise; choices at near ties and quantised values have rules of their own."""
@@ -332,19 +326,16 @@ class Found:
             sums[1] += want.numel()
 
 
-def _exact_line(level: str, name: str, errors: Tensor, bound: float = MIXES) -> Line:
+def _exact_line(level: str, name: str, errors: Tensor) -> Line:
     """Relative differences [R] of rows in float32."""
-    return Line(level, name, len(errors), float(errors.max()), bound, "relative, at most")
+    return Line(level, name, len(errors), float(errors.max()), MIXES, "relative, at most")
 
 
-def _row_line(level: str, name: str, errors: Tensor, rounded: bool, fp8: float | None) -> Line:
-    """Relative differences [R] of rows, in units of what is allowed: of their median, and of most of them.
-
-    fp8  the median where a matrix unit adds up FP8 products; None: it does not.
-    """
-    median, most = (ROW_MEDIAN, ROW_TAIL) if fp8 is None else (fp8, 3 * fp8)
+def _row_line(level: str, name: str, errors: Tensor, rounded: bool, fp8: bool) -> Line:
+    """Relative differences [R] of rows, in units of what is allowed: of their median, and of most of them."""
+    median, most = (ROW_FP8, 3 * ROW_FP8) if fp8 else (ROW_MEDIAN, ROW_TAIL)
     middle = float(errors.median()) / (ROW_ROUNDED if rounded else median)
-    share = max(middle, float(errors.quantile(1 - TAIL * (1 if fp8 is None else 2))) / most)
+    share = max(middle, float(errors.quantile(1 - TAIL)) / most)
     return Line(level, name, len(errors), share, 1.0, "of the rows' tolerance")
 
 
@@ -475,25 +466,19 @@ def _site_lines(s: Subject, probe: layers.Probe, index: int, site: str, want: Te
         return
     errors = goldens.apart(want, got)
     if site in layers.EXACT:
-        added = s.fp8 and index in s.checkpoint.config.text.engram_layer_ids
-        yield _exact_line("layers", name, errors, MIXES_FP8 if added else MIXES)
+        yield _exact_line("layers", name, errors)
         return
-    fp8 = (EXPERTS_FP8 if site == "experts" else ROW_FP8) if s.fp8 else None
     kinds = probe.kinds if len(errors) == len(probe.sampled) else {"plain": slice(None)}
     for kind, at in kinds.items():
         if kind != "plain":
             if len(errors[at]):
                 middle = float(errors[at].median())
                 bound = 3 * ROW_FP8 if s.fp8 else ROW_TAIL
-                if (
-                    s.fp8 and site == "experts" and kind == "quiet"
-                ):  # the norm makes such rows' noise as large as they are
-                    bound = OTHER_EXPERTS
                 yield Line("layers", f"{name}, {kind} rows", len(errors[at]), middle, bound, "relative, median")
         elif s.numerics.wide:
             yield _float_line("layers", name, errors[at])
         else:
-            yield _row_line("layers", name, errors[at], site in layers.ROUNDED, fp8)
+            yield _row_line("layers", name, errors[at], site in layers.ROUNDED, s.fp8)
 
 
 def _float_line(level: str, name: str, errors: Tensor) -> Line:

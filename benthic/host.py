@@ -36,6 +36,6 @@ def source_digest() -> str:
     root = Path(benthic.__file__).parent
     found = hashlib.sha256()
     for path in sorted(root.rglob("*")):
-        if path.suffix in (".py", ".c", ".h", ".json") and "minnow" not in path.relative_to(root).parts:
+        if path.suffix in (".py", ".c", ".h", ".cu", ".cuh", ".json") and "minnow" not in path.relative_to(root).parts:
             found.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return found.hexdigest()[:16]

@@ -116,20 +116,9 @@ class Rank:
         storage.tables.zero_()
         storage.tables[: requests + 1, :blocks] = tables
         rows = decode_rows(requests, per, context, self.device)
-        return Batch(
-            ids=self.make.integers(64, text.vocab_size - 64, requests * per),
-            positions=rows.positions,
-            history=storage.history[rows.slots],
-            images=None,
-            embeds=None,
-            starts=(),
-            firsts=(),
-            slots=(),
-            tables=(),
-            logit_rows=torch.arange(requests * per, device=self.device),
-            rows=rows,
-            chunked=per >= 4,
-        )
+        ids = self.make.integers(64, text.vocab_size - 64, requests * per)
+        every = torch.arange(requests * per, device=self.device)
+        return Batch.on_device(ids, storage.history[rows.slots], rows, every, chunked=per >= 4)
 
     def prefill_batch(self, before: int, rows: int) -> Batch:
         """One chunk of a long prompt, in slot 1."""

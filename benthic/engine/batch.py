@@ -518,19 +518,8 @@ def unpack(columns: Tensor, storage: Storage) -> Step:
     """What `Uploads.decode` sent, as a step. On the device alone, so a graph may hold it. columns [COLUMNS, n]."""
     positions, slots = columns[1], columns[2]
     begun = begin_rows(columns[:5], storage.tables, storage.last_token, storage.history)
-    batch = Batch(
-        ids=begun.ids,
-        positions=positions,
-        history=begun.history,
-        images=None,
-        embeds=None,
-        starts=(),
-        firsts=(),
-        slots=(),
-        tables=(),
-        logit_rows=begun.numbers,
-        rows=Rows(slots, positions, positions, begun.numbers),
-    )
+    rows = Rows(slots, positions, positions, begun.numbers)
+    batch = Batch.on_device(begun.ids, begun.history, rows, begun.numbers)
     return Step(batch, None, Draws(slots, begun.following, *_as_settings(columns[5:].unbind(0))))
 
 
@@ -556,10 +545,11 @@ def unpack_prompts(columns: Tensor, storage: Storage, storing: int | None = None
     columns  [PROMPT_COLUMNS + layers, n].
     storing  no row is needed from this layer on; None: in all layers.
     """
-    told, positions, slots, firsts, _, floors = columns[:PROMPT_COLUMNS]
-    ids = _known(told, slots, storage)
-    batch = _rows_batch(columns, ids, _history(ids, positions, torch.stack((firsts, slots)), storage))
-    batch = replace(batch, floors=floors, layer_lows=columns[PROMPT_COLUMNS:], chunked=True)
+    told, positions, slots, firsts, starts, floors = columns[:PROMPT_COLUMNS]
+    ids, rows = _known(told, slots, storage), Rows(slots, positions, firsts, starts)
+    history = _history(ids, positions, torch.stack((firsts, slots)), storage)
+    batch = Batch.on_device(ids, history, rows, positions[:0], chunked=True)
+    batch = replace(batch, floors=floors, layer_lows=columns[PROMPT_COLUMNS:])
     if storing is None:
         return batch
     return replace(batch, cuts=(Cut(storing, torch.arange(0, device=columns.device), batch, {}),))
@@ -574,25 +564,9 @@ def beside_columns(storage: Storage) -> int:
 
 def prompt_step(columns: Tensor, ids: Tensor, history: Tensor, ends: Ends) -> Step:
     """What is left of a step when its backbone has been computed."""
-    batch = replace(_rows_batch(columns, ids, history), logit_rows=ends.logit_rows)
-    return Step(batch, ends.last, ends.draws)
-
-
-def _rows_batch(columns: Tensor, ids: Tensor, history: Tensor) -> Batch:
     _, positions, slots, firsts, starts = columns[:5]
-    return Batch(
-        ids=ids,
-        positions=positions,
-        history=history,
-        images=None,
-        embeds=None,
-        starts=(),
-        firsts=(),
-        slots=(),
-        tables=(),
-        logit_rows=positions[:0],
-        rows=Rows(slots, positions, firsts, starts),
-    )
+    batch = Batch.on_device(ids, history, Rows(slots, positions, firsts, starts), ends.logit_rows, chunked=True)
+    return Step(batch, ends.last, ends.draws)
 
 
 def finish(step: Step, storage: Storage, tokens: Tensor | None, peaks: Tensor | None = None) -> Tensor | None:

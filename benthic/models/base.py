@@ -37,6 +37,24 @@ class Batch:
     chunked: bool = False  # rows come in long chunks, which only the device knows
     cuts: "tuple[Cut, ...]" = ()  # by layer: where rows end that nobody above needs
 
+    @classmethod
+    def on_device(cls, ids: Tensor, history: Tensor, rows: Rows, logit_rows: Tensor, chunked: bool = False) -> "Batch":
+        """A step of text of which the host knows no chunk: graphs hold such ones."""
+        return cls(
+            ids=ids,
+            positions=rows.positions,
+            history=history,
+            images=None,
+            embeds=None,
+            starts=(),
+            firsts=(),
+            slots=(),
+            tables=(),
+            logit_rows=logit_rows,
+            rows=rows,
+            chunked=chunked,
+        )
+
     @property
     def outputs(self) -> "Batch":
         """The batch whose rows come out of the last layer."""

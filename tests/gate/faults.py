@@ -948,10 +948,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     known = FAULTS if args.device == "cpu" else ON_DEVICE
     some = [fault for fault in known if not args.names or fault.name in args.names]
     found: list[tuple[Fault, Caught]] = []
-    for one in ((f, try_fault(f, config)) for f in some) if known is FAULTS else try_on_device(some, config):
-        fault = one[0]
-        found.append(one)
-        print(f"{found[-1][1].level or 'NOT CAUGHT':<10} {fault.name}: {found[-1][1].line}", flush=True)
+    cpu = args.device == "cpu"
+    for fault, seen in ((one, try_fault(one, config)) for one in some) if cpu else try_on_device(some, config):
+        found.append((fault, seen))
+        print(f"{seen.level or 'NOT CAUGHT':<10} {fault.name}: {seen.line}", flush=True)
     hit = sum(bool(result.level) for _, result in found)
     print(f"{hit} of {len(found)} caught by the quick gate")
     if args.out:
