@@ -406,14 +406,17 @@ class _Experts:
 
 
 def layers_level(s: Subject) -> Iterator[Line]:
-    """What passes between the parts of each layer, beside goldens, or beside the reference run here."""
+    """What passes between the parts of each layer, beside goldens, or beside the reference run here, which also says
+    what memory and experts go on from (`layers.FED`)."""
     probe = layers.probe(s.checkpoint.config, SEED)
     stored = s.goldens is not None and s.goldens.profile(s.numerics.name) is not None
     s.progress("layers")
     with torch.inference_mode():
+        whole = None if stored else _reference_run(s, probe)
+        theirs = _stored_sites(s) if whole is None else goldens.sampled(whole, probe)
         indices = None if stored else s.watched
-        mine = goldens.sampled(layers.run(s.model, probe, s.rows, SEED, layers=indices, on_device=s.on_device), probe)
-        theirs = _stored_sites(s) if stored else goldens.sampled(_reference_run(s, probe), probe)
+        mine = layers.run(s.model, probe, s.rows, SEED, layers=indices, on_device=s.on_device, fed=whole)
+        mine = goldens.sampled(mine, probe)
     order = {site: i for i, site in enumerate(layers.SITES)}
     for index, site in sorted(theirs, key=lambda at: (at[0], order[at[1]])):
         got = mine.get((index, site), torch.empty(0))

@@ -3,7 +3,8 @@
 Rounding is chaotic end to end in the quantised profiles (model specification, 6.4); blocks fed with equal inputs agree.
 Here each layer reads streams that follow from a few stored rows and a seed, whatever the layer before it made of its
 own. What a layer stores for later steps is its own: windows wrap, groups stay open across chunks, an indexer has to
-choose. What it computes is kept at named sites, in the order of `SITES`.
+choose. What it computes is kept at named sites, in the order of `SITES`. Where all values of another run are there, it
+may go on from that run's at the sites of `FED`, so that what its sums moved before them moves no choice behind them.
 
 T rows of all requests together, S streams, D hidden width.
 """
@@ -12,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -55,6 +57,7 @@ SITES = (
 CHOICES = ("entries", "candidates")  # sites whose rows are sets of numbers, -1 padded
 APART = ("image", "stored entry", "stored key", "head")  # sites whose rows are not those of the probe
 EXACT = ("mixes",)  # float32 throughout
+FED = ("n-gram memory", "experts input")  # what comes next chooses, or passes on in float32 what bfloat16 rounded
 ROUNDED = ("embedding", "n-gram memory", "attention input")  # one or two roundings away from equal inputs
 
 
@@ -281,15 +284,18 @@ class _Watched:
 
 
 @contextmanager
-def _seeing(layer: Layer, see: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Inside this block the layer tells what passes between its parts."""
+def _seeing(layer: Layer, see: Callable[[str, Tensor], None], feed: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
+    """Inside this block the layer tells what passes between its parts, and its experts read what `feed` gives them."""
 
-    def around(inside: str, outside: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-            see(inside, args[0])
-            see(outside, out[0] if isinstance(out, tuple) else out)
+    def into(site: str) -> Callable[..., tuple[Any, ...]]:
+        def hook(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            see(site, args[0])
+            return (feed(site, args[0]), *args[1:])
 
         return hook
+
+    def out_of(site: str) -> Callable[..., None]:
+        return lambda _, args, out: see(site, out[0] if isinstance(out, tuple) else out)
 
     read = layer.hc_attn.read
 
@@ -301,12 +307,12 @@ def _seeing(layer: Layer, see: Callable[[str, Tensor], None]) -> Iterator[None]:
         return h, streams
 
     with ExitStack() as undo:
-        handles = (
-            layer.attn.register_forward_hook(around("attention input", "attention output")),
-            layer.ffn.register_forward_hook(around("experts input", "experts")),
-        )
-        for handle in handles:
-            undo.callback(handle.remove)
+        for part, inside, outside in (
+            (layer.attn, "attention input", "attention output"),
+            (layer.ffn, "experts input", "experts"),
+        ):
+            undo.callback(part.register_forward_pre_hook(into(inside)).remove)
+            undo.callback(part.register_forward_hook(out_of(outside)).remove)
         vars(layer.hc_attn)["read"] = told
         undo.callback(vars(layer.hc_attn).pop, "read")
         yield
@@ -355,6 +361,7 @@ def run(
     layer: Callable[[int], Layer] | None = None,
     keep: bool = True,
     on_device: bool | None = None,
+    fed: Values | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Values:
     """Every layer, one after another, over all steps.
@@ -365,6 +372,7 @@ def run(
     layer      where layers come from; None: the model's own.
     keep       collect values; off for whoever watches the ops instead.
     on_device  steps in their GPU form; None: when the model is on a GPU.
+    fed        values of another run, from which layers go on at the sites of `FED`; None: from their own.
     """
     found: dict[tuple[int, str], list[Tensor]] = {}
     device = model.classes.device
@@ -379,6 +387,9 @@ def run(
                 value.detach().float().cpu() if value.is_floating_point() else value.cpu()
             )
 
+    def feed(index: int, rows: Tensor, site: str, own: Tensor) -> Tensor:
+        return own if fed is None or site not in FED else fed[index, site][rows].view(own.shape).to(own)
+
     if layers is None:
         if model.vision is not None and keep:
             see(-1, "image", model.image_rows(picture(model.config, seed)))
@@ -389,16 +400,18 @@ def run(
         part = model.layers[index] if layer is None else layer(index)
         part = cast("Layer", part)
         s, pre = (value.to(device) for value in spread(stored[index], probe.rows, seed + 100 * index))
-        with _seeing(part, lambda site, value, index=index: see(index, site, value)):
-            for i, step in enumerate(steps):
-                rows = step.rows.to(device)
-                streams = hyper.Streams(s[rows].to(dtype), pre[rows])
-                entered = part.recall(streams, model.ngrams(step.batch), step.batch.images, None)
-                if part.engram is not None:
-                    see(index, "n-gram memory", entered.s.flatten(1))
-                watched = _Watched(step.memory.layer(index), lambda site, value, i=index: see(i, site, value))
+        for i, step in enumerate(steps):
+            rows = step.rows.to(device)
+            told, given = partial(see, index), partial(feed, index, step.rows)
+            streams = hyper.Streams(s[rows].to(dtype), pre[rows])
+            entered = part.recall(streams, model.ngrams(step.batch), step.batch.images, None)
+            if part.engram is not None:
+                told("n-gram memory", entered.s.flatten(1))
+                entered = entered._replace(s=given("n-gram memory", entered.s))
+            watched = _Watched(step.memory.layer(index), told)
+            with _seeing(part, told, given):
                 out, shared[i] = part(entered, step.batch, cast("LayerMemory", watched), shared[i])
-                see(index, "streams", hyper.settle(out).flatten(1))
+            told("streams", hyper.settle(out).flatten(1))
         if keep:
             for site, name in (("stored entry", "main"), ("stored key", "index")):
                 if part.attn.compressor is not None:
