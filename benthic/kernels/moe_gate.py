@@ -10,10 +10,21 @@ from benthic.kernels import backends
 NORMALISER_FLOOR = 1e-20
 
 
+def _scores(h: Tensor, gate: Tensor) -> Tensor:
+    """[T, E] f32, before the bias."""
+    return F.softplus(h.float() @ gate.float().t()).sqrt()
+
+
+def lead(h: Tensor, gate: Tensor, bias: Tensor, k: int) -> Tensor:
+    """[T] f32: by how much the last expert that `route` chooses is ahead of the first that it does not; inf: none."""
+    best = (_scores(h, gate) + bias).topk(min(k + 1, gate.shape[0]), dim=-1).values
+    return best[:, k - 1] - best[:, k] if best.shape[1] > k else torch.full_like(best[:, 0], torch.inf)
+
+
 def route_reference(
     h: Tensor, gate: Tensor, bias: Tensor, k: int, normalise: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    scores = F.softplus(h.float() @ gate.float().t()).sqrt()  # [T, E]
+    scores = _scores(h, gate)
     ids = torch.sort(scores + bias, dim=-1, descending=True, stable=True).indices[:, :k]
     weights = scores.gather(1, ids)
     if normalise and k > 1:

@@ -11,7 +11,7 @@ from torch import Tensor
 from benthic.bench import compare
 from benthic.cli.main import main
 from benthic.errors import BadField, BenchError
-from benthic.kernels import backends, compress, kv_copy, moe_experts, norm, quant
+from benthic.kernels import backends, compress, kv_copy, moe_experts, moe_gate, norm, quant
 from benthic.kernels.native import moe_experts as native
 from benthic.models.weights import Checkpoint
 from benthic.testing import ops
@@ -82,6 +82,36 @@ def test_layers_and_logits(folder: Path) -> None:
     assert [line.cases for line in lines] == [43] * 10
     lines += compare.logit_lines(checkpoint, "float", left, right, steps)
     assert all(line.passed for line in lines), lines
+
+
+def test_rows_behind_a_tie_are_told_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nearest choice of all is called a tie: the rows of its request are left out from there on, no others."""
+    steps = compare.plans(PROMPTS, 24, 2)
+    checkpoint, place = Checkpoint.open(folder), ops.place("cpu")
+    leads: list[Tensor] = []
+    real = moe_gate.lead
+
+    def told(*args: Any) -> Tensor:
+        leads.append(real(*args))
+        return leads[-1]
+
+    monkeypatch.setattr(moe_gate, "lead", told)
+    assert not compare.behind_ties(checkpoint, "float", place, steps).any()
+    layers = checkpoint.config.text.num_hidden_layers
+    nearest = torch.cat([torch.stack(leads[i : i + layers]).amin(0) for i in range(0, len(leads), layers)])
+    rows = [(c.request, c.start + i) for step in steps for c in step.chunks for i in range(len(c.tokens))]
+    request, position = rows[int(nearest.argmin())]
+    monkeypatch.setattr(compare, "NEAR", float(nearest.min()) * 1.001)
+    behind = compare.behind_ties(checkpoint, "float", place, steps).tolist()
+    assert behind == [r == request and p >= position for r, p in rows]
+    line, _ = compare.logit_lines(checkpoint, "float", place, ops.place("cpu:reference"), steps)
+    assert line.cases == behind.count(False)
+
+
+def test_what_is_said_of_all_rows_is_of_all_calls() -> None:
+    found = [ops.Finding("experts: all rows", error, 0.005) for error in (0.006, 0.001)]
+    assert compare._error("experts: all rows", found) == pytest.approx((37e-6 / 2) ** 0.5)
+    assert compare._error("experts", found) == 0.006
 
 
 def test_a_fault_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

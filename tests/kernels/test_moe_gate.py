@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benthic.errors import ShapeError
-from benthic.kernels.moe_gate import route
+from benthic.kernels.moe_gate import lead, route, route_reference
 from benthic.testing.cases import ROWS
 from benthic.testing.tolerances import assert_close
 
@@ -53,6 +53,21 @@ def test_ties_go_to_the_lowest_index(levels: list[int], data: st.DataObject) -> 
     bias = torch.tensor(levels, dtype=torch.float32)
     ids, _ = route(torch.zeros(1, 2), torch.zeros(len(levels), 2), bias, k, True, 1.0)
     assert ids[0].tolist() == sorted(range(len(levels)), key=lambda e: (-levels[e], e))[:k]
+
+
+def test_the_lead_is_what_a_bias_must_make_up_for() -> None:
+    """A bias a little below it changes no choice, one a little above changes that row's."""
+    generator = torch.Generator().manual_seed(5)
+    h, gate = (torch.randn(n, 16, generator=generator) for n in (20, 8))
+    bias = 0.1 * torch.randn(8, generator=generator)
+    leads = lead(h, gate, bias, 3)
+    before = route_reference(h, gate, bias, 4, True, 1.0)[0]
+    for row, ahead in enumerate(leads.tolist()):
+        last, next_best = before[row, 2], before[row, 3]
+        for share, third in ((0.99, last), (1.01, next_best)):
+            pushed = bias.index_add(0, next_best[None], torch.tensor([share * ahead]))
+            assert route_reference(h[row : row + 1], gate, pushed, 3, True, 1.0)[0][0, 2] == third
+    assert torch.isinf(lead(h, gate, bias, 8)).all()
 
 
 def test_gradient_reaches_router_and_rows(device: torch.device) -> None:
