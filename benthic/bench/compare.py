@@ -41,6 +41,7 @@ NEAR = 2e-6  # of a router's scores, which are around 1: ten times what layers o
 LAYER = 2.0**-8  # most median relative difference of a layer's streams where activations are bfloat16
 LAYER_FLOAT = 1e-5
 LAYER_FP8 = regridded(SUMS, 3)  # and where a matrix unit adds up FP8 products: a sublayer has three grids in a row
+LAYER_CHUNK = 12  # rows of a request in a step of the layers' comparison
 BLOCKS = 64  # of the pool, at least
 LEVELS = ("op", "layer", "logits", "text")  # of a comparison, from where an error is made to what a user sees
 
@@ -157,7 +158,11 @@ def _run(side: Side, steps: Sequence[StepPlan]) -> None:
 def layer_lines(
     checkpoint: Checkpoint, numerics: str, left: Place, right: Place, steps: Sequence[StepPlan]
 ) -> list[Line]:
-    """Each sublayer's input and each layer, both sides fed with the left side's streams; each side keeps its cache."""
+    """Each layer, both sides fed with the left side's streams and, at each step's begin, its cache.
+
+    Within a step each side reads what it has stored itself: a value that takes another code moves all rows behind it
+    that see it, so steps should be short (`LAYER_CHUNK`).
+    """
     count = max(len(step.chunks) for step in steps)
     a, b = (Side(checkpoint, numerics, where, count) for where in (left, right))
     profile, gpu = NUMERICS[numerics], "cuda" in (left.device.type, right.device.type)
@@ -190,10 +195,17 @@ def layer_lines(
             batches.finish(at, a.storage, None)
         with right():
             batches.finish(bt, b.storage, None)
+            for ours, others in zip(_cached(a.storage), _cached(b.storage), strict=True):
+                others.copy_(ours)
     return [
         Line("layer", name, sum(len(e) for e in found), float(torch.cat(found).median()), bound, "median relative")
         for name, found in errors.items()
     ]
+
+
+def _cached(storage: Storage) -> list[Tensor]:
+    """All that layers keep for later steps."""
+    return [storage.pool, *storage.rings.values(), *storage.carry.values()]
 
 
 def _entry(model: DeepseekV41, batch: Batch) -> hyper.Streams:
@@ -494,10 +506,15 @@ def compare(
     found: dict[str, list[Line]] = {}
     for numerics in profiles:
         lines: list[Line] = []
-        for level, of in (("op", op_lines), ("layer", layer_lines), ("logits", logit_lines)):
+        short = plans(prompts, LAYER_CHUNK, decode)
+        for level, of, those in (
+            ("op", op_lines, steps),
+            ("layer", layer_lines, short),
+            ("logits", logit_lines, steps),
+        ):
             if level in levels:
                 progress(f"{numerics}: {level}")
-                lines += of(checkpoint, numerics, left, right, steps)
+                lines += of(checkpoint, numerics, left, right, those)
         if texts and "text" in levels:
             progress(f"{numerics}: text")
             lines += text_lines(model, numerics, left, right, texts, tokens, folder)

@@ -11,7 +11,7 @@ from torch import Tensor
 from benthic.bench import compare
 from benthic.cli.main import main
 from benthic.errors import BadField, BenchError
-from benthic.kernels import backends, compress, kv_copy, moe_experts, moe_gate, norm, quant
+from benthic.kernels import backends, compress, gemm, kv_copy, moe_experts, moe_gate, norm, quant
 from benthic.kernels.native import moe_experts as native
 from benthic.models.weights import Checkpoint
 from benthic.testing import ops
@@ -82,6 +82,31 @@ def test_layers_and_logits(folder: Path) -> None:
     assert [line.cases for line in lines] == [43] * 10
     lines += compare.logit_lines(checkpoint, "float", left, right, steps)
     assert all(line.passed for line in lines), lines
+
+
+def test_the_order_of_sums_moves_no_layer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums in float32 that are off in their last bits move a code here and there, and every row behind it that sees it:
+    layers are equal all the same, since what a step stored differently is not what the next one reads."""
+    generator, real = torch.Generator().manual_seed(4), gemm.linear_reference
+
+    def other_order(x: Tensor, weight: quant.Matrix, out_dtype: torch.dtype | None = None) -> Tensor:
+        if backends.pick("rms_norm", x) is not None:
+            return real(x, weight, out_dtype)
+        sums = real(x.float(), quant.values(weight).float())
+        sums += 2e-7 * sums.square().mean(-1, keepdim=True).sqrt() * torch.randn(sums.shape, generator=generator)
+        return sums.to(out_dtype or x.dtype)
+
+    monkeypatch.setattr(gemm, "linear_reference", other_order)
+    checkpoint, left, right = Checkpoint.open(folder), ops.place("cpu"), ops.place("cpu:reference")
+    prompts = [ids[:120] for ids in compare.probe(folder, (120,))]
+
+    def passed(chunk: int) -> bool:
+        lines = compare.layer_lines(checkpoint, "production", left, right, compare.plans(prompts, chunk, 2))
+        return all(line.passed for line in lines)
+
+    assert passed(compare.LAYER_CHUNK)
+    monkeypatch.setattr(compare, "_cached", lambda storage: [])
+    assert not passed(96)
 
 
 def test_rows_behind_a_tie_are_told_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
