@@ -103,10 +103,8 @@ def parts(options: Options) -> list[Part]:
         kept = f"rank-{'tiny' if small else 'ep8'}-{numerics}"
         listed.append(Part(f"rank-{numerics}", words, 100, 180, steps, keeps=kept, budget=True))
     words = (*bench, "load", "--device", gpu, *saved)
-    words += (
-        ("--tiny", "--gigabytes", "0.05", "--workers", "2", "--pieces", "1", "--mapped-workers", "2") if small else ()
-    )
-    listed.append(Part("load", words, 60, 150, loaded, keeps="load-tiny" if small else "load", budget=True))
+    words += ("--tiny", "--gigabytes", "0.05", "--workers", "2", "--pieces", "1") if small else ()
+    listed.append(Part("load", words, 45, 90, loaded, keeps="load-tiny" if small else "load", budget=True))
     numerics = "production"
     words = (*bench, "step", "--model", model, "--device", gpu, "--numerics", numerics, "--start-ups", "1", *saved)
     listed.append(Part("step", words, 70, 120, measured, keeps=f"step-{Path(model).name}-{numerics}"))
@@ -189,7 +187,7 @@ def steps(found: Found, text: str) -> str:
 
 
 def loaded(found: Found, text: str) -> str:
-    shown = {m["name"]: m for m in found["measures"] if m["name"] in ("link", "staged", "mapped", "whole")}
+    shown = {m["name"]: m for m in found["measures"] if m["name"] in ("link", "staged", "whole")}
     told = [f"{name} {m['value']:.1f} {m.get('verdict', '')}".rstrip() for name, m in shown.items()]
     return ", ".join(told) + " GB/s"
 

@@ -1,9 +1,9 @@
-"""How fast a model is loaded: the link, the files, tensors fetched to the device, and the whole to packed weights.
+"""How fast a model is loaded: the link, the files alone, tensors staged to the device, and the whole to packed weights.
 
 A checkpoint in the official layout is written first: the release's widths, as few layers, experts and words as make the
-size asked for, random bytes of which every one is valid. Its files are in the system's memory when they are read, as
-they were just written; a disk is not measured, its file system is, whose pages the GPU may read. A run's first load
-makes pinned memory and compiles, and stands for itself; the others give the rate.
+size asked for, random bytes of which every one is valid. Its files are in memory when they are read, as they were just
+written; a disk is not measured. A run's first load makes pinned memory and compiles, and stands for itself; the others
+give the rate.
 """
 
 import math
@@ -40,6 +40,7 @@ from benthic.types import NUMERICS
 
 WANT = 0.6  # of the link, for what is staged and for the whole
 SHARD_BYTES = 1 << 30
+MEMORY = Path("/dev/shm")  # files there are in memory
 BLOCK = 64 << 20  # values drawn of each kind; tensors are cut out of them
 LINK_BYTES = 1 << 30
 
@@ -47,12 +48,11 @@ LINK_BYTES = 1 << 30
 @dataclass(frozen=True, slots=True)
 class Options:
     gigabytes: float = 12.0  # so much that what is paid once counts little
-    folder: Path | None = None  # for the checkpoint; None: among temporary files
+    folder: Path | None = None  # for the checkpoint; None: in memory if there is room, else among temporary files
     tiny: bool = False  # widths of a small model, which a CPU can do too
     numerics: str = "production"
-    mapped_workers: tuple[int, ...] = (2, 8, 1)  # tried besides the loader's own, of the mapped way
-    workers: tuple[int, ...] = (16, 12, 8, 4)  # and of the staged way
-    pieces: tuple[int, ...] = (16, 8, 32, 4)  # MiB, of the staged way
+    workers: tuple[int, ...] = (16, 12, 8, 4)  # tried besides the loader's own
+    pieces: tuple[int, ...] = (8, 4, 16, 2)  # MiB, tried besides the loader's own
     repeats: int = 3
     budget_seconds: float = 60.0  # what is tried besides the loader's own ends then
     device: str = "cuda"
@@ -128,7 +128,9 @@ def cut(block: Tensor, name: str, spec: TensorSpec) -> Tensor:
 @contextmanager
 def scratch(folder: Path | None, nbytes: int) -> Iterator[Path]:
     """A folder of its own that is gone afterwards, also when the process is told to end."""
-    folder = Path(tempfile.gettempdir()) if folder is None else folder
+    if folder is None:
+        room = shutil.disk_usage(MEMORY).free if MEMORY.is_dir() else 0
+        folder = MEMORY if room > 1.2 * nbytes else Path(tempfile.gettempdir())
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if free < 1.05 * nbytes:
@@ -196,42 +198,17 @@ def files_alone(checkpoint: Checkpoint, names: Sequence[str], workers: int) -> f
             os.close(file)
 
 
-def fetched(
-    checkpoint: Checkpoint,
-    names: Sequence[str],
-    device: torch.device,
-    mapped: bool,
-    workers: int | None = None,
-    piece_bytes: int = loading.PIECE_BYTES,
-) -> float:
-    """Seconds until every tensor was on the device, by one of the two ways; nothing is done with them.
-
-    Raises  BenchError when the mapped way was given up.
-    """
+def staged(checkpoint: Checkpoint, names: Sequence[str], device: torch.device, workers: int, piece_bytes: int) -> float:
+    """Seconds until every tensor was on the device; nothing is done with them."""
     started = perf_counter()
-    with loading.StagedCheckpoint(
-        checkpoint, device, names, workers=workers, piece_bytes=piece_bytes, mapped=mapped
-    ) as source:
+    with loading.StagedCheckpoint(checkpoint, device, names, workers=workers, piece_bytes=piece_bytes) as source:
         for name in names:
             source.tensor(name)
     wait(device)
-    if source.mapped != mapped:
-        raise BenchError("loading", "pages of the files cannot be locked here, so the mapped way has no time")
     return perf_counter() - started
 
 
-def locking(checkpoint: Checkpoint, device: torch.device, repeats: int) -> list[float]:
-    """Seconds for which the loader finds that a GiB of pages is locked, by what it asks at its start."""
-    shard = max({stored.shard for stored in checkpoint.stored.values()}, key=lambda path: path.stat().st_size)
-    file = os.open(shard, os.O_RDONLY)
-    try:
-        rates = [loading.locking_rate(file, shard, shard.stat().st_size, device) for _ in range(repeats)]
-    finally:
-        os.close(file)
-    return [LINK_BYTES / rate if rate else math.inf for rate in rates]
-
-
-def copied(checkpoint: Checkpoint, names: Sequence[str]) -> float:
+def mapped(checkpoint: Checkpoint, names: Sequence[str]) -> float:
     """Seconds to copy every tensor out of the mapped files, which is where a CPU's loader takes them from."""
     largest = max(checkpoint.stored[name].nbytes for name in names)
     room = torch.zeros(largest, dtype=torch.uint8)
@@ -298,11 +275,7 @@ def run(options: Options, say: Callable[[str], None] = lambda _: None) -> dict[s
         "piece_bytes": loading.PIECE_BYTES,
         "job_bytes": loading.JOB_BYTES,
         "repeats": options.repeats,
-        "tried": {
-            "mapped_workers": options.mapped_workers,
-            "workers": options.workers,
-            "piece_mib": options.pieces,
-        },
+        "tried": {"workers": options.workers, "piece_mib": options.pieces},
     }
     head = report.header("load", options.seed, settings)
     ends = perf_counter() + options.budget_seconds
@@ -315,7 +288,6 @@ def run(options: Options, say: Callable[[str], None] = lambda _: None) -> dict[s
         path = write_checkpoint(
             folder / "model", config_json, content(config, options.seed), shard_bytes=SHARD_BYTES, synced=False
         )
-        os.sync()  # or what is still to be written would take its share of memory and cores
         wrote = perf_counter() - started
         started = perf_counter()
         checkpoint = Checkpoint.open(path)
@@ -373,42 +345,26 @@ def _measures(
     many = rate(f"files, {workers} workers", total, seconds, estimate=workers * one["value"])
     yield many
     if not gpu:
-        yield rate("copied", total, [copied(checkpoint, names) for _ in range(repeats)], note="by one thread")
-    locks = 0.0
-    if gpu:
-        found = rate("locking", LINK_BYTES, locking(checkpoint, device, repeats), note="pages of files, by one thread")
-        yield found
-        locks = found["value"]
-    chosen = "mapped" if locks >= loading.MAPPED_FROM / 1e9 else "staged"
+        yield rate("mapped", total, [mapped(checkpoint, names) for _ in range(repeats)], note="copied by one thread")
+    best = min(limit, many["value"])
 
-    def tried(mapped: bool, times: int, *how: int) -> list[float]:
-        return [fetched(checkpoint, names, device, mapped, *how) for _ in range(times)]
+    def tried(count: int, piece: int, times: int) -> list[float]:
+        return [staged(checkpoint, names, device, count, piece) for _ in range(times)]
 
-    bests = {"staged": min(limit, many["value"]), "mapped": min(limit, locks)}
-    for way in ("staged", "mapped") if locks or not gpu else ("staged",):
-        first, *seconds = tried(way == "mapped", repeats + 1)
-        made = "; pinned memory is made" if gpu and way == "staged" else ""
-        yield rate(f"{way}, first", total, [first], note=f"{len(names)} tensors{made}")
-        how = f"{loading.MAPPED_WORKERS} workers"
-        if way == "staged":
-            how = f"{workers} workers, pieces of {loading.PIECE_BYTES >> 20} MiB"
-        want = {"target": target} if way == chosen else {}
-        yield rate(way, total, seconds, estimate=bests[way], note=f"{share(total, seconds)}{how}", **want)
-        release(device)
+    first, *seconds = tried(workers, loading.PIECE_BYTES, repeats + 1)
+    yield rate("staged, first", total, [first], note=f"{len(names)} tensors{'; pinned memory is made' if gpu else ''}")
+    told = f"{share(total, seconds)}{workers} workers, pieces of {loading.PIECE_BYTES >> 20} MiB"
+    yield rate("staged", total, seconds, estimate=best, target=target, note=told)
+    release(device)
     once, *loads = (whole(checkpoint, options.numerics, device) for _ in range(repeats + 1))
     told = f"{once.seconds:.2f} s{', kernels compiled in them' if gpu else ''}"
     yield rate("whole, first", total, [once.seconds], note=told)
     seconds = [load.seconds for load in loads]
     told = f"{share(total, seconds)}to {'packed' if gpu else 'computable'} weights, profile {options.numerics}"
-    told += f", {chosen}" if gpu else ""
     if gpu:
         ends_ms = [1e3 * median(times) for times in zip(*(load[1:] for load in loads), strict=True)]
         told += "; {:.0f} ms before the first tensor, {:.0f} after the last".format(*ends_ms)
-    yield rate("whole", total, seconds, estimate=bests[chosen], target=target, note=told)
-    for count in options.mapped_workers if locks or not gpu else ():
-        if count != loading.MAPPED_WORKERS and perf_counter() < ends:
-            seconds = tried(True, 2, count)
-            yield rate(f"mapped, {count} workers", total, seconds, note=share(total, seconds).rstrip("; "))
+    yield rate("whole", total, seconds, estimate=best, target=target, note=told)
     for count in options.workers:
         if count not in (1, workers) and perf_counter() < ends:
             yield rate(f"files, {count} workers", total, [files_alone(checkpoint, names, count) for _ in range(2)])
@@ -418,7 +374,7 @@ def _measures(
                 say("no time is left for other numbers of workers and pieces")
                 return
             # the first makes the pinned memory
-            seconds = tried(False, 3, count, piece << 20)[1:]
+            seconds = tried(count, piece << 20, 3)[1:]
             yield rate(f"staged, {count} x {piece} MiB", total, seconds, note=share(total, seconds).rstrip("; "))
 
 

@@ -173,20 +173,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load = benches.add_parser("load", help="files to packed weights, beside the link", allow_abbrev=False)
     load.add_argument("--gigabytes", type=float, default=12.0, metavar="GB", help="of the checkpoint made (default 12)")
     load.add_argument(
-        "--folder", type=Path, metavar="DIR", help="where it is made and removed (default: among temporary files)"
+        "--folder", type=Path, metavar="DIR", help="where it is made and removed (default: in memory if there is room)"
     )
+    load.add_argument("--workers", type=_numbers, default=(4, 8, 12, 16), metavar="N,N", help="threads that are tried")
     load.add_argument(
-        "--mapped-workers", type=_numbers, default=(2, 8, 1), metavar="N,N", help="threads that are tried, mapped"
-    )
-    load.add_argument(
-        "--workers", type=_numbers, default=(16, 12, 8, 4), metavar="N,N", help="threads that are tried, staged"
-    )
-    load.add_argument(
-        "--pieces",
-        type=_numbers,
-        default=(16, 8, 32, 4),
-        metavar="MIB,MIB",
-        help="sizes of a staged copy that are tried",
+        "--pieces", type=_numbers, default=(2, 4, 8, 16), metavar="MIB,MIB", help="sizes of a copy that are tried, MiB"
     )
     load.add_argument("--repeats", type=_count, default=3, metavar="N", help="of each measure (default 3)")
     load.add_argument("--numerics", default="production", choices=NUMERICS)
@@ -621,7 +612,6 @@ def _load(args: argparse.Namespace) -> int:
         folder=args.folder,
         tiny=args.tiny,
         numerics=args.numerics,
-        mapped_workers=args.mapped_workers,
         workers=args.workers,
         pieces=args.pieces,
         repeats=max(args.repeats, 1),

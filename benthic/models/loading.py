@@ -1,28 +1,21 @@
 """Checkpoint bytes to a device: read ahead by several threads, copied over the link while the next ones are read.
 
 Tensors travel in batches of at most JOB_BYTES, larger ones in several jobs, so that what Python does for each future,
-buffer and copy is paid once for many small tensors, and a large one is not left to one thread. A worker has one of two
-ways to the device, each with a stream of its own; nobody waits for a copy but who needs its memory again:
+buffer and copy is paid once for many small tensors, and a large one is not left to one thread. Each worker owns two
+pinned pieces of host memory and a stream: while one piece is on its way to the device, the other is filled from the
+file; nobody waits for a copy but who needs its piece or its stream again. Nothing is converted here; a module that
+takes a tensor copies it to its place on the device.
 
-    mapped  the file's pages are locked where they are, and the GPU reads them over the link. No core copies anything.
-    staged  two pinned pieces of host memory: while one is on its way to the device, the other is filled from the file.
-
-Which is faster is asked of the first pages: locking goes by pages, and whether those are of 4 KB or of 2 MB is up to
-the file system (`MAPPED_FROM`). Nothing is converted here; a module that takes a tensor copies it to its place on the
-device.
-
-What to expect (H200, link of 55 GB/s, files in memory): large pages are locked at 36 to 41 GB/s by one thread and no
-faster by more, pages of 4 KB at 5 to 19. One thread reads 6 GB/s, eight together 34; staged that is 23 to 27, since
-each byte is read, written and read again. A layer of the release has 2300 tensors of 3 MB in the mean; at 20 GB/s one
-is due each 150 us. Of those Python takes some 20, in the modules and here, under one lock for all threads; a future, an
-event and a wait for each would be 100. Copying to the place in the model moves 2 bytes of device memory a byte, packing
-experts 3: a tenth of the time. `benthic bench load` measures it.
+What to expect (H200, link of 55 GB/s, files in memory): one thread reads 5 GB/s, eight together 27, not 43, and twelve
+stage no more than eight; staging has four fifths of that. Pieces below 8 MB cost a third, larger ones bring nothing. A
+layer of the release has 2300 tensors of 3 MB in the mean; at 20 GB/s one is due each 150 us. Of those Python takes some
+20, in the modules and here, under one lock for all threads; a future, an event and a wait for each would be 100.
+Copying to the place in the model moves 2 bytes of device memory a byte, packing experts 3: a tenth of the time.
+`benthic bench load` measures it.
 
 Tables that stay on the host are read by the same threads straight to the memory in which a GPU will read them.
 """
 
-import ctypes
-import logging
 import mmap
 import os
 import resource
@@ -35,8 +28,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from time import perf_counter
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -46,15 +38,7 @@ from benthic.errors import HostMemoryNotLocked, OutOfMemory, TruncatedFile
 from benthic.host import memory_bytes
 from benthic.models.weights import TORCH_DTYPES, Checkpoint, Stored
 
-log = logging.getLogger(__name__)
-
-WORKERS = 8  # of the staged way
-MAPPED_WORKERS = 4  # locking pages is one lock's work, the rest is little
-MAPPED_FROM = 25e9  # bytes a second at which one thread locks pages: from then on mapped, which is what staging reaches
-MAPPED_LEAST = 1 << 30  # bytes of a load below which the first pages are not asked
-WINDOWS = 2  # ranges of files that a worker leaves locked
-READ_ONLY = 8  # of cudaHostRegister: pages that cannot be written, as those of files are
-POPULATE_READ = 22  # of madvise, Linux 5.14: read pages ahead, all of them
+WORKERS = 8  # more bring nothing
 PIECE_BYTES = 8 << 20  # one copy over the link
 JOB_BYTES = 32 << 20  # what a worker fetches at a time, and most of a batch that has more than one tensor
 AHEAD_BYTES = 2 << 30  # most device memory that holds tensors nobody has taken yet
@@ -104,44 +88,19 @@ def open_files(checkpoint: Checkpoint) -> dict[Path, int]:
     return {shard: os.open(shard, os.O_RDONLY) for shard in {stored.shard for stored in checkpoint.stored.values()}}
 
 
-class Run(NamedTuple):
+class _Run:
     """Bytes that follow each other in one file, and where they go."""
 
-    shard: Path
-    start: int  # in the file
-    end: int
-    places: list[tuple[int, int]]  # first byte in a span of a batch, and how many
+    def __init__(self, shard: Path, start: int):
+        self.shard, self.start, self.end = shard, start, start
+        self.rooms: list[memoryview] = []
 
-
-def runs(parts: Iterable[Part], start: int, end: int) -> Iterator[Run]:
-    """What bytes start .. end-1 of a batch are; those between tensors are nobody's."""
-    run: Run | None = None
-    for stored, at in parts:
-        first, last = max(at, start), min(at + stored.nbytes, end)
-        if first >= last:
-            continue
-        where = stored.offset + first - at
-        if run is None or run.end != where or run.shard != stored.shard:
-            if run is not None:
-                yield run
-            run = Run(stored.shard, where, where, [])
-        run.places.append((first - start, last - first))
-        run = run._replace(end=where + last - first)
-    if run is not None:
-        yield run
-
-
-def read(files: Mapping[Path, int], parts: Iterable[Part], start: int, end: int, room: memoryview) -> None:
-    """Bytes start .. end-1 of a batch into `room`; what lies between tensors is left as it is. Raises TruncatedFile.
-
-    Tensors that follow each other in a file are read by one call: threads that come back from calls wait for one lock.
-    """
-    for run in runs(parts, start, end):
-        rooms, at = deque(room[first : first + count] for first, count in run.places), run.start
+    def fill(self, file: int) -> None:
+        rooms, at = deque(self.rooms), self.start
         while rooms:
-            got = os.preadv(files[run.shard], list(islice(rooms, MOST_BUFFERS)), at)
+            got = os.preadv(file, list(islice(rooms, MOST_BUFFERS)), at)
             if not got:
-                raise TruncatedFile(run.shard, run.end, at)
+                raise TruncatedFile(self.shard, self.end, at)
             at += got
             while rooms and got >= len(rooms[0]):
                 got -= len(rooms.popleft())
@@ -149,7 +108,25 @@ def read(files: Mapping[Path, int], parts: Iterable[Part], start: int, end: int,
                 rooms[0] = rooms[0][got:]
 
 
-# ---- locked memory ---------------------------------------------------------------------------------------------------
+def read(files: Mapping[Path, int], parts: Iterable[Part], start: int, end: int, room: memoryview) -> None:
+    """Bytes start .. end-1 of a batch into `room`; what lies between tensors is left as it is. Raises TruncatedFile.
+
+    Tensors that follow each other in a file are read by one call: threads that come back from calls wait for one lock.
+    """
+    run: _Run | None = None
+    for stored, at in parts:
+        first, last = max(at, start), min(at + stored.nbytes, end)
+        if first >= last:
+            continue
+        where = stored.offset + first - at
+        if run is None or run.end != where or run.shard != stored.shard:
+            if run is not None:
+                run.fill(files[run.shard])
+            run = _Run(stored.shard, where)
+        run.rooms.append(room[first - start : last - start])
+        run.end += last - first
+    if run is not None:
+        run.fill(files[run.shard])
 
 
 def locked(nbytes: int, device: torch.device, fill: Callable[[memoryview], object]) -> Tensor:
@@ -173,26 +150,18 @@ def locked(nbytes: int, device: torch.device, fill: Callable[[memoryview], objec
     array = np.frombuffer(pages, dtype=np.uint8)
     fill(memoryview(pages))
     at = array.ctypes.data
-    try:
-        _lock(at, nbytes, device, 0)  # 0: mapped for kernels, of every GPU
-    except torch.cuda.CudaError as error:
-        raise HostMemoryNotLocked(nbytes, _lock_limit(), str(error)) from error
+    cuda: Any = torch.cuda.cudart()
+    with _on(device):
+        try:
+            torch.cuda.check_error(cuda.cudaHostRegister(at, nbytes, 0))  # 0: mapped for kernels, of every GPU
+        except torch.cuda.CudaError as error:
+            with suppress(RuntimeError):
+                torch.ones(1, device=device)  # the next launch is told of it, and must not be somebody else's
+            raise HostMemoryNotLocked(nbytes, _lock_limit(), str(error)) from error
     # Tensors hold the array, the array holds the pages; what is registered here runs before they go. At exit it does
     # not run at all, since threads may still be launching kernels; the system then takes everything back.
     weakref.finalize(array, _unlock, at, device).atexit = False
     return torch.from_numpy(array)
-
-
-def _lock(at: int, nbytes: int, device: torch.device, flags: int) -> None:
-    """Raises CudaError; no later launch is told of it."""
-    cuda: Any = torch.cuda.cudart()
-    with _on(device):
-        try:
-            torch.cuda.check_error(cuda.cudaHostRegister(at, nbytes, flags))
-        except torch.cuda.CudaError:
-            with suppress(RuntimeError):
-                torch.ones(1, device=device)  # the next launch is told of it, and must not be somebody else's
-            raise
 
 
 def _unlock(at: int, device: torch.device) -> None:
@@ -211,98 +180,6 @@ def _lock_limit() -> int | None:
 def _on(device: torch.device) -> Any:
     """Makes it the current one, so that nothing is set up on another."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-# ---- two ways to a device --------------------------------------------------------------------------------------------
-
-
-class _Window:
-    """A range of a file in memory, locked where a GPU reads it. Each is mapped anew: two that share a page are apart.
-
-    Raises  TruncatedFile; CudaError where its pages cannot be locked.
-    """
-
-    def __init__(self, file: int, shard: Path, start: int, end: int, device: torch.device):
-        low = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        try:
-            self.pages = mmap.mmap(file, end - low, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=low)
-        except ValueError:
-            raise TruncatedFile(shard, end, os.fstat(file).st_size) from None
-        self.device, self.copied = device, torch.cuda.Event(blocking=True) if device.type == "cuda" else None
-        self.at = np.frombuffer(self.pages, dtype=np.uint8).ctypes.data
-        with suppress(OSError):  # an older system, or bytes that have gone since, which locking will say
-            self.pages.madvise(POPULATE_READ)
-        if device.type == "cuda":
-            _lock(self.at, end - low, device, READ_ONLY)
-        array: Any = (ctypes.c_uint8 * (end - start)).from_address(self.at + start - low)
-        self.values = torch.from_numpy(np.frombuffer(array, dtype=np.uint8))  # [end - start]; nobody writes there
-
-    def close(self) -> None:
-        """When the copies from it are over."""
-        if self.copied is not None:
-            self.copied.synchronize()
-            cuda: Any = torch.cuda.cudart()
-            with _on(self.device):
-                torch.cuda.check_error(cuda.cudaHostUnregister(self.at))
-        del self.values
-        self.pages.close()
-
-
-def locking_rate(file: int, shard: Path, nbytes: int, device: torch.device) -> float:
-    """Bytes a second at which pages of a file are locked; 0: they cannot be. nbytes of the file, 1 to 64 MiB of it."""
-    few = min(nbytes, 64 << 20)
-    try:
-        _Window(file, shard, 0, max(few // 8, 1), device).close()  # what is paid once
-        began = perf_counter()
-        window = _Window(file, shard, 0, few, device)
-        rate = few / (perf_counter() - began)
-        window.close()
-    except torch.cuda.CudaError:
-        return 0.0
-    return rate
-
-
-class _MappedLane:
-    """What one worker needs: the windows whose copies may not be over."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.windows: deque[_Window] = deque()
-
-    def fetch(
-        self,
-        files: Mapping[Path, int],
-        parts: Sequence[Part],
-        start: int,
-        end: int,
-        out: Tensor,
-        ready: torch.cuda.Event | None,
-    ) -> torch.cuda.Event | None:
-        """As `_Lane.fetch`. Raises CudaError where pages cannot be locked."""
-        if self.stream is not None and ready is not None:
-            self.stream.wait_event(ready)
-        done = None
-        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
-            for run in runs(parts, start, end):
-                window = _Window(files[run.shard], run.shard, run.start, run.end, self.device)
-                self.windows.append(window)
-                at = 0
-                for first, count in run.places:
-                    there = out[start + first : start + first + count]
-                    there.copy_(window.values[at : at + count], non_blocking=True)
-                    at += count
-                if window.copied is not None:
-                    window.copied.record(self.stream)
-            if self.stream is not None:
-                done = torch.cuda.Event()
-                done.record(self.stream)
-        self.close(WINDOWS)
-        return done
-
-    def close(self, left: int = 0) -> None:
-        while len(self.windows) > left:
-            self.windows.popleft().close()
 
 
 class _Lane:
@@ -352,13 +229,6 @@ class _Lane:
                 done.record(self.stream)
         return done
 
-    def close(self) -> None:
-        if self.stream is not None:
-            self.stream.synchronize()  # buffers that nobody has taken are free then
-
-
-# ---- a checkpoint ----------------------------------------------------------------------------------------------------
-
 
 class StagedCheckpoint:
     """A checkpoint whose tensors are on a device when they are handed out. Implements `modules.TensorSource`.
@@ -372,11 +242,9 @@ class StagedCheckpoint:
 
     device    a GPU, as a rule; on the CPU tensors are copies in memory.
     progress  has `update(bytes)`; None: silent.
-    tables    further names, whose tensors stay on the host and are read in place by the GPU (`locked`); each is read
-              when it is asked for, straight to its place.
-    mapped    which of the two ways; None: what the first pages say. Afterwards the attribute says which it is.
-    workers   threads; None: as many as its way needs.
-    Raises    OutOfMemory when the host has no room for the tables.
+    tables  further names, whose tensors stay on the host and are read in place by the GPU (`locked`); each is read when
+            it is asked for, straight to its place.
+    Raises  OutOfMemory when the host has no room for the tables.
     """
 
     def __init__(
@@ -385,10 +253,9 @@ class StagedCheckpoint:
         device: torch.device,
         names: Sequence[str],
         progress: Any = None,
-        workers: int | None = None,
+        workers: int = WORKERS,
         piece_bytes: int = PIECE_BYTES,
         tables: Collection[str] = (),
-        mapped: bool | None = None,
     ):
         if tables:
             need, (_, free) = sum(checkpoint.stored[name].nbytes for name in tables), memory_bytes()
@@ -403,12 +270,10 @@ class StagedCheckpoint:
         self._batch_of = {name: batch for batch in self._waiting for name in batch.parts}
         self._ahead_bytes = 0
         self._piece_bytes = piece_bytes
-        self._own = threading.local()  # of a worker: its lanes, made when it first works
-        self._lanes: list[_Lane | _MappedLane] = []
-        self._files = open_files(checkpoint)
-        self.mapped = self._locks_fast() if mapped is None else mapped
-        workers = workers or (MAPPED_WORKERS if self.mapped else WORKERS)
+        self._own = threading.local()  # of a worker: its lane, made when it first works
+        self._lanes: list[_Lane] = []
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="load")
+        self._files = open_files(checkpoint)
         self._fill()
 
     def tensor(self, name: str) -> Tensor:
@@ -460,18 +325,10 @@ class StagedCheckpoint:
     def __exit__(self, *raised: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         for lane in self._lanes:
-            lane.close()
+            if lane.stream is not None:
+                lane.stream.synchronize()  # buffers that nobody has taken are free now
         for file in self._files.values():
             os.close(file)
-
-    def _locks_fast(self) -> bool:
-        """Of what is fetched: large enough to ask, and faster mapped."""
-        stored = [part.stored for batch in self._waiting for part in batch.parts.values()]
-        if self.device.type != "cuda" or sum(each.nbytes for each in stored) < MAPPED_LEAST:
-            return False
-        shard = max(stored, key=lambda each: each.offset + each.nbytes).shard
-        size = os.fstat(self._files[shard]).st_size
-        return locking_rate(self._files[shard], shard, size, self.device) >= MAPPED_FROM
 
     def _fill(self) -> None:
         while self._waiting and self._ahead_bytes < AHEAD_BYTES:
@@ -495,21 +352,8 @@ class StagedCheckpoint:
     def _fetch(
         self, parts: Sequence[Part], start: int, end: int, out: Tensor, ready: torch.cuda.Event | None
     ) -> torch.cuda.Event | None:
-        if self.mapped:
-            try:
-                return self._lane("mapped").fetch(self._files, parts, start, end, out, ready)
-            except torch.cuda.CudaError as error:
-                log.warning(
-                    "pages of the checkpoint cannot be locked any more, it is read by copies from here on: %s", error
-                )
-                self.mapped = False
-        return self._lane("staged").fetch(self._files, parts, start, end, out, ready)
-
-    def _lane(self, way: Literal["mapped", "staged"]) -> _Lane | _MappedLane:
-        """The calling worker's own."""
-        lane: _Lane | _MappedLane | None = getattr(self._own, way, None)
+        lane: _Lane | None = getattr(self._own, "lane", None)
         if lane is None:
-            lane = _MappedLane(self.device) if way == "mapped" else _Lane(self.device, self._piece_bytes)
-            setattr(self._own, way, lane)
+            lane = self._own.lane = _Lane(self.device, self._piece_bytes)
             self._lanes.append(lane)
-        return lane
+        return lane.fetch(self._files, parts, start, end, out, ready)

@@ -103,16 +103,7 @@ def test_the_first_bytes() -> None:
 
 def test_the_report_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "load", "--device", "cpu", "--tiny", "--gigabytes", "0.04", "--workers", "1,2", "--pieces", "1"]
-    words += [
-        "--mapped-workers",
-        "1",
-        "--repeats",
-        "2",
-        "--folder",
-        str(tmp_path / "scratch"),
-        "--out",
-        str(tmp_path / "out"),
-    ]
+    words += ["--repeats", "2", "--folder", str(tmp_path / "scratch"), "--out", str(tmp_path / "out")]
     assert main([*words, "--json"]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
@@ -121,9 +112,9 @@ def test_the_report_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not list((tmp_path / "scratch").iterdir()), "the checkpoint is gone"
     names = [measure["name"] for measure in found["measures"]]
     assert names == [
-        "files, 1 worker", f"files, {loading.WORKERS} workers", "copied",
-        "staged, first", "staged", "mapped, first", "mapped", "whole, first", "whole",
-        "mapped, 1 workers", "files, 2 workers", "staged, 1 x 1 MiB", "staged, 2 x 1 MiB",
+        "files, 1 worker", f"files, {loading.WORKERS} workers", "mapped",
+        "staged, first", "staged", "whole, first", "whole",
+        "files, 2 workers", "staged, 1 x 1 MiB", "staged, 2 x 1 MiB",
     ]  # fmt: skip
     for measure in found["measures"]:
         assert measure["unit"] == "GB/s"
@@ -138,38 +129,28 @@ def test_the_report_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len(text.splitlines()) == len(names) + 1
 
 
-@pytest.mark.parametrize("locks", [40.0, 20.0, 0.0])
-def test_rates_are_held_against_the_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: float) -> None:
-    """What a GPU would report, with times given: 55 GB/s over the link, and two loads around three fifths of it.
-    The way that the loader would take has the target; one that is not there has no line."""
+def test_rates_are_held_against_the_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU would report, with times given: 55 GB/s over the link, and two loads around three fifths of it."""
     data = layout(0.0, True)
     config = ModelConfig.from_json(data)
     checkpoint = Checkpoint.open(write_checkpoint(tmp_path / "model", data, content(config, 0)))
     total = sum(checkpoint.stored[name].nbytes for name in load.backbone(checkpoint))
     monkeypatch.setattr(load, "link", lambda device, repeats: [load.LINK_BYTES / 55e9] * repeats)
     monkeypatch.setattr(load, "release", lambda device: None)
-    monkeypatch.setattr(load, "fetched", lambda c, n, d, mapped, *how: total / (33.2e9 if mapped else 33.1e9))
-    rate = 1e9 * locks
-    monkeypatch.setattr(load, "locking", lambda *args: [load.LINK_BYTES / rate if rate else math.inf] * 2)
+    monkeypatch.setattr(load, "staged", lambda *args: total / 33.1e9)
     monkeypatch.setattr(load, "whole", lambda *args: load.Whole(total / 32.9e9, 0.02, 0.03))
     heard: list[str] = []
-    options = Options(mapped_workers=(4, 2), workers=(4,), pieces=(2,), repeats=2)
+    options = Options(workers=(4,), pieces=(2,), repeats=2)
     measures = list(load._measures(checkpoint, options, torch.device("cuda"), math.inf, heard.append))
     by_name = {measure["name"]: measure for measure in measures}
     assert by_name["link"]["value"] == pytest.approx(55)
-    way, other = ("mapped", "staged") if locks >= loading.MAPPED_FROM / 1e9 else ("staged", "mapped")
-    assert by_name[way].get("verdict") == "met"
-    assert "verdict" not in by_name.get(other, {})
-    assert way in by_name["whole"].get("note", "")
-    assert by_name["locking"]["value"] == pytest.approx(locks)
-    assert ("mapped" in by_name) == ("mapped, 2 workers" in by_name) == (locks > 0)
-    assert "mapped, 4 workers" not in by_name, "that is the loader's own"
+    assert by_name["staged"].get("verdict") == "met"
     assert by_name["whole"].get("verdict") == "missed"
     assert by_name["whole"].get("target") == pytest.approx(33)
     assert "60 % of the link" in by_name["staged"].get("note", "")
     assert "20 ms before the first tensor, 30 after the last" in by_name["whole"].get("note", "")
     assert "verdict" not in by_name["staged, first"]
-    assert "copied" not in by_name
+    assert "mapped" not in by_name
     assert "staged, 4 x 2 MiB" in by_name
     assert any("at least 33.0: missed" in text for text in heard)
     late = list(load._measures(checkpoint, options, torch.device("cuda"), -math.inf, heard.append))

@@ -3,7 +3,6 @@ that stay on the host, in memory of their size, locked as long as somebody has t
 
 import ctypes
 import gc
-import math
 import mmap
 import os
 import re
@@ -196,127 +195,11 @@ def test_bytes_of_any_span_whatever_a_call_gives(tmp_path: Path, monkeypatch: py
         assert most < 100 or calls == [10, 60, 5]
 
 
-class Refused(torch.cuda.CudaError):
-    """As a driver says it; where there is none, its own form has no words."""
-
-    def __init__(self) -> None:
-        RuntimeError.__init__(self, "no pages are locked")
-
-
-class Windows:
-    """Counts what is mapped, and fails from some window on as a driver that locks no more pages."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails_from: float = math.inf):
-        self.opened, self.open, self.most = 0, 0, 0
-        real, counts, lock = loading._Window, self, threading.Lock()
-
-        class Window(real):
-            def __init__(self, *args: Any) -> None:
-                with lock:
-                    counts.opened += 1
-                    if counts.opened > fails_from:
-                        raise Refused
-                    counts.open += 1
-                    counts.most = max(counts.most, counts.open)
-                super().__init__(*args)
-
-            def close(self) -> None:
-                super().close()
-                with lock:
-                    counts.open -= 1
-
-        monkeypatch.setattr(loading, "_Window", Window)
-
-
-@pytest.mark.usefixtures("small_jobs")
-@pytest.mark.parametrize("asked", ["as given", "reversed"])
-@pytest.mark.parametrize("workers", [1, 3])
-def test_mapped_tensors_are_those_of_the_file(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, asked: str, workers: int
-) -> None:
-    """Ranges end anywhere, and share pages; few are mapped at a time, and none at the end."""
-    monkeypatch.setattr(os, "preadv", lambda *_: pytest.fail("nothing is copied by a core"))
-    windows, names = Windows(monkeypatch), list(checkpoint.specs)
-    with StagedCheckpoint(checkpoint, CPU, names, workers=workers, mapped=True) as source:
-        for name in names if asked == "as given" else names[::-1]:
-            assert equal(source.tensor(name), checkpoint.tensor(name)), name
-    assert windows.opened > 50
-    assert windows.open == 0
-    runs = max(len(list(loading.runs(batch.parts.values(), 0, batch.nbytes))) for batch in source_batches(checkpoint))
-    assert windows.most <= workers * (loading.WINDOWS + runs)
-
-
-def source_batches(checkpoint: Checkpoint) -> list[loading.Batch]:
-    return batches(checkpoint.stored, list(checkpoint.specs))
-
-
-@pytest.mark.usefixtures("small_jobs")
-@pytest.mark.parametrize("workers", [1, 3])
-def test_pages_that_cannot_be_locked_any_more(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, workers: int
-) -> None:
-    """The other way takes over, and says so; every tensor is there."""
-    windows, names = Windows(monkeypatch, fails_from=20), list(checkpoint.specs)
-    with StagedCheckpoint(checkpoint, CPU, names, workers=workers, mapped=True) as source:
-        for name in names:
-            assert equal(source.tensor(name), checkpoint.tensor(name)), name
-        assert not source.mapped
-    assert windows.open == 0
-    assert windows.opened <= 20 + workers
-    assert "cannot be locked any more" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("rate", "least", "device", "want"),
-    [
-        (40e9, 0, "cuda", True),
-        (24e9, 0, "cuda", False),
-        (0.0, 0, "cuda", False),
-        (40e9, 1 << 40, "cuda", False),
-        (40e9, 0, "cpu", False),
-    ],
-)
-def test_the_first_pages_say_which_way(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, rate: float, least: int, device: str, want: bool
-) -> None:
-    asked: list[tuple[Path, int]] = []
-
-    def told(file: int, shard: Path, nbytes: int, _: torch.device) -> float:
-        assert os.fstat(file).st_size == shard.stat().st_size
-        asked.append((shard, nbytes))
-        return rate
-
-    monkeypatch.setattr(loading, "locking_rate", told)
-    monkeypatch.setattr(loading, "MAPPED_LEAST", least)
-    with StagedCheckpoint(checkpoint, CPU, list(checkpoint.specs)) as source:
-        assert not source.mapped
-        assert not asked, "a CPU reads no pages over a link"
-        source._waiting.extend(source_batches(checkpoint))
-        source.device = torch.device(device)
-        assert source._locks_fast() == want
-        source._waiting.clear()
-    assert all(nbytes == shard.stat().st_size for shard, nbytes in asked)
-    assert len(asked) == (device == "cuda" and not least)
-
-
-def test_a_rate_of_locking(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what the clock says; nothing stays mapped; a system that locks no file's pages has none."""
-    shard = next(iter(checkpoint.stored.values())).shard
-    windows = Windows(monkeypatch)
-    monkeypatch.setattr(loading, "perf_counter", iter([3.0, 3.5]).__next__)
-    with shard.open("rb") as file:
-        assert loading.locking_rate(file.fileno(), shard, 1 << 20, CPU) == 2 * (1 << 20)
-        assert (windows.opened, windows.open) == (2, 0)
-        Windows(monkeypatch, fails_from=0)
-        assert loading.locking_rate(file.fileno(), shard, 1 << 20, CPU) == 0.0
-
-
-@pytest.mark.parametrize("mapped", [False, True])
-def test_a_file_that_shrank(tmp_path: Path, mapped: bool) -> None:
+def test_a_file_that_shrank(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(make_tiny(tmp_path / "tiny"))
     name = list(checkpoint.specs)[-1]
     shard = checkpoint.stored[name].shard
-    with StagedCheckpoint(checkpoint, CPU, [name], mapped=mapped) as source:
+    with StagedCheckpoint(checkpoint, CPU, [name]) as source:
         assert equal(source.tensor(name), checkpoint.tensor(name))
         os.truncate(shard, checkpoint.stored[name].offset + 1)
         with pytest.raises(TruncatedFile, match="cut short"):
@@ -325,20 +208,17 @@ def test_a_file_that_shrank(tmp_path: Path, mapped: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("small_jobs")
-@pytest.mark.parametrize(("workers", "piece_bytes", "mapped"), [(1, 1 << 20, False), (4, 7001, False), (3, 0, True)])
-def test_tensors_on_a_gpu_are_those_of_the_file(
-    checkpoint: Checkpoint, workers: int, piece_bytes: int, mapped: bool
-) -> None:
+@pytest.mark.parametrize(("workers", "piece_bytes"), [(1, 1 << 20), (4, 7001)])
+def test_tensors_on_a_gpu_are_those_of_the_file(checkpoint: Checkpoint, workers: int, piece_bytes: int) -> None:
     """Their memory is overwritten as soon as they are gone, so a copy that came early or late shows."""
-    names, cuda = list(checkpoint.specs), torch.device("cuda")
+    names = list(checkpoint.specs)
     kept: list[torch.Tensor] = []
-    with StagedCheckpoint(checkpoint, cuda, names, workers=workers, piece_bytes=piece_bytes, mapped=mapped) as source:
+    with StagedCheckpoint(checkpoint, torch.device("cuda"), names, workers=workers, piece_bytes=piece_bytes) as source:
         for name in sorted(names):
             tensor = source.tensor(name)
             assert tensor.is_cuda
             kept.append(tensor.clone())
             tensor.view(-1).view(torch.uint8).fill_(0xA5)
-        assert source.mapped == mapped
     for name, tensor in zip(sorted(names), kept, strict=True):
         assert equal(tensor.cpu(), checkpoint.tensor(name)), name
 
