@@ -234,7 +234,8 @@ def steps(found: Found, link: str) -> str:
         lines += ["", "Where it goes at the first context, ms measured / floor:", ""]
         lines.append(grid(("part", *(f"{step['rows']} rows" for step in spent)), cells))
     whole = {key: found["prefill"][key] for key in ("tokens", "chunk") if key in found["prefill"]}
-    for way in ("encoder", "all layers", "all layers in short chunks"):
+    short = "all layers in short chunks"
+    for way in ("encoder", "all layers", short, f"{short}, replayed"):
         if way in found["prefill"]:
             part = whole | found["prefill"][way]
             tokens, best = part["tokens"], part["tokens"] / part["floor_seconds"]

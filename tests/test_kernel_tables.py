@@ -118,6 +118,7 @@ def test_rank(tables: ModuleType, tmp_path: Path) -> None:
     pieces = {"tokens": 4096, "chunk": 512, "seconds": 0.5, "launch_seconds": 0.4}
     pieces |= {"tokens_per_second": 8192.0, "floor_seconds": 0.125}
     prefill = {"tokens": 32768, "chunk": 4096, "encoder": encoder, "all layers in short chunks": pieces}
+    prefill["all layers in short chunks, replayed"] = pieces | {"launch_seconds": 0.1}
     steps = [step, {"rows": 64, "context": 4096, "error": "no"}]
     keep(tmp_path, "rank-ep8-fast", {"steps": steps, "prefill": prefill})
     lines = tables.rank().splitlines()
@@ -128,6 +129,7 @@ def test_rank(tables: ModuleType, tmp_path: Path) -> None:
     assert "Prefill of 32768 tokens, encoder, 4096 at a time: 21000 tokens/s, floor 32768." in lines
     short = "Prefill of 4096 tokens, all layers in short chunks, 512 at a time: 8192 tokens/s, floor 32768; the host"
     assert f"{short} launched for 80 % of the time." in lines
+    assert f"{short.replace('chunks,', 'chunks, replayed,')} launched for 20 % of the time." in lines
 
 
 def test_invariance_and_minnow(tables: ModuleType, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ class Options:
     tiny: bool = False  # widths of a small model, which a CPU can do too
     numerics: str = "production"
     workers: tuple[int, ...] = (16, 12, 8, 4)  # tried besides the loader's own
-    pieces: tuple[int, ...] = (8, 4, 16, 2)  # MiB, tried besides the loader's own
+    pieces: tuple[int, ...] = (16, 8, 32, 4)  # MiB, tried besides the loader's own
     repeats: int = 3
     budget_seconds: float = 60.0  # what is tried besides the loader's own ends then
     device: str = "cuda"

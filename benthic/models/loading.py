@@ -6,12 +6,12 @@ pinned pieces of host memory and a stream: while one piece is on its way to the 
 file; nobody waits for a copy but who needs its piece or its stream again. Nothing is converted here; a module that
 takes a tensor copies it to its place on the device.
 
-What to expect (H200, link of 55 GB/s, files in memory): one thread reads 5 GB/s, eight together 27, not 43, and twelve
-stage no more than eight; staging has four fifths of that. Pieces below 8 MB cost a third, larger ones bring nothing. A
-layer of the release has 2300 tensors of 3 MB in the mean; at 20 GB/s one is due each 150 us. Of those Python takes some
-20, in the modules and here, under one lock for all threads; a future, an event and a wait for each would be 100.
-Copying to the place in the model moves 2 bytes of device memory a byte, packing experts 3: a tenth of the time.
-`benthic bench load` measures it.
+What to expect (H200, link of 55 GB/s, files in memory): one thread reads 6 GB/s, eight together 34, sixteen 40; twelve
+with pieces of 16 MiB stage 31, a third more than eight with 8, since threads that come back from calls wait for one
+lock, and small pieces come back often. A layer of the release has 2300 tensors of 3 MB in the mean; at 30 GB/s one is
+due each 100 us. Of those Python takes some 20, in the modules and here, under that lock; a future, an event and a wait
+for each would be 100. Copying to the place in the model moves 2 bytes of device memory a byte, packing experts 3: a
+tenth of the time. `benthic bench load` measures it.
 
 Tables that stay on the host are read by the same threads straight to the memory in which a GPU will read them.
 """
@@ -38,8 +38,8 @@ from benthic.errors import HostMemoryNotLocked, OutOfMemory, TruncatedFile
 from benthic.host import memory_bytes
 from benthic.models.weights import TORCH_DTYPES, Checkpoint, Stored
 
-WORKERS = 8  # more bring nothing
-PIECE_BYTES = 8 << 20  # one copy over the link
+WORKERS = 12
+PIECE_BYTES = 16 << 20  # one copy over the link
 JOB_BYTES = 32 << 20  # what a worker fetches at a time, and most of a batch that has more than one tensor
 AHEAD_BYTES = 2 << 30  # most device memory that holds tensors nobody has taken yet
 ALIGNMENT = 256  # bytes, of tensors in a batch
