@@ -173,6 +173,8 @@ class _Reader(Protocol):
     """Token ids in, pieces of the answer out."""
 
     @property
+    def patient(self) -> bool: ...  # nothing in the text ends it: where nobody looks, all ids may be pushed at the end
+    @property
     def finished(self) -> bool: ...  # the text is complete by itself: a stop string, or the end of a reply
     def push(self, ids: Sequence[int], armed: bool, ended: bool) -> list[dict[str, Any]]: ...
     def finish(self, reason: FinishReason) -> list[dict[str, Any]]: ...
@@ -186,6 +188,7 @@ class _TextReader:
         self._decoder = None if tokenizer is None else IncrementalDecoder(tokenizer)
         self._matcher = StopMatcher(stop)
         self._text: list[str] = []
+        self.patient = not stop
 
     @property
     def finished(self) -> bool:
@@ -213,6 +216,8 @@ class _TextReader:
 class _ReplyReader:
     """A turn of a conversation."""
 
+    patient = False
+
     def __init__(self, encoder: ChatEncoder, prompt: Prompt):
         self._parser = ReplyParser(encoder, prompt)
 
@@ -235,10 +240,13 @@ class _ReplyReader:
 
 
 class _Stream:
-    """One branch: from events to pieces to a choice."""
+    """One branch: from events to pieces to a choice. Where nobody looks before it is done, the last is the only one."""
 
-    def __init__(self, prompt: int, choice: int, params: SamplingParams, reader: _Reader, started: float):
+    def __init__(
+        self, prompt: int, choice: int, params: SamplingParams, reader: _Reader, started: float, watched: bool
+    ):
         self.prompt, self.choice, self.params, self.reader, self.started = prompt, choice, params, reader, started
+        self._watched, self._late = watched, not watched and reader.patient
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.digests: list[bytes] = []
@@ -255,14 +263,20 @@ class _Stream:
             self.tokens += event.tokens
             self.logprobs += event.logprobs
             self.digests += event.digests
-            armed = len(self.tokens) >= self.params.min_tokens
-            shown = self.reader.push(event.tokens, armed, event.finish is FinishReason.STOP)
-            self.stopped = self.reader.finished
+            if not self._late:
+                armed = len(self.tokens) >= self.params.min_tokens
+                shown = self.reader.push(event.tokens, armed, event.finish is FinishReason.STOP)
+                self.stopped = self.reader.finished
+        if event.usage is None and not self._watched:
+            return []
         last: dict[str, Any] = {}
         if event.usage is not None:
+            if self._late and self.tokens:
+                self.reader.push(self.tokens, True, bool(event.tokens) and event.finish is FinishReason.STOP)
             reason = FinishReason.STOP if self.stopped else event.finish
             if reason is not None:
                 shown += self.reader.finish(reason)
+            shown = shown if self._watched else []
             text, message, finish = self.reader.result()
             finish_reason = None if event.error is not None else finish or str(reason)
             self.usage = event.usage
@@ -292,10 +306,14 @@ class _Stream:
 
 
 class _Session:
-    """The requests of one call. Ends them all when it is closed before they are done."""
+    """The requests of one call. Ends them all when it is closed before they are done.
 
-    def __init__(self, llm: "LLM"):
-        self.llm = llm
+    watched  somebody looks at the pieces as they come. Else there are only the last ones of each choice, and text
+             that nothing can end is made when all of it is there: in a large batch that is half of the host's time.
+    """
+
+    def __init__(self, llm: "LLM", watched: bool):
+        self.llm, self.watched = llm, watched
         self.pieces: deque[Piece] = deque()
         self.requests: dict[int, Request] = {}
         self.streams: dict[int, list[_Stream]] = {}
@@ -307,7 +325,8 @@ class _Session:
         self.requests[request.id] = request
         self.prompt_logprobs[request.id] = []
         self.streams[request.id] = [
-            _Stream(len(self.order), i, request.params, reader, started) for i, reader in enumerate(readers)
+            _Stream(len(self.order), i, request.params, reader, started, self.watched)
+            for i, reader in enumerate(readers)
         ]
         self.order.append(request.id)
 
@@ -492,7 +511,7 @@ class LLM:
         Raises    RequestError, before anything runs, if any of the requests cannot be served. An error on the way
                   stands in its completion's `error`; with a single prompt it is raised.
         """
-        session = _Session(self)
+        session = _Session(self, stream)
         todo = self._prompts(prompts)
         for i, (ids, p) in enumerate(zip(todo, _matched(params, len(todo)), strict=True)):
             if p.stop and self.tokenizer is None:
@@ -577,7 +596,7 @@ class LLM:
             stop=params.stop,
             spans=self.model.image_tokens,
         )
-        session = _Session(self)
+        session = _Session(self, stream)
         request = self._request(prompt.ids, params, priority, 0, prompt.images, cache, tenant, deadline_seconds)
         session.add(request, [_ReplyReader(self.encoder, prompt) for _ in range(params.n)])
         return iter(session) if stream else self._finish(session, False)[0]
@@ -744,8 +763,8 @@ class LLM:
         tokens = 0
         with tqdm(total=len(session.order), disable=not progress, unit="prompt", file=sys.stderr) as bar:
             for piece in session:
-                tokens += len(piece.token_ids)
                 if piece.completion is not None:
+                    tokens += piece.completion.usage.completion_tokens
                     bar.set_postfix(tokens=tokens, refresh=False)
                     bar.update()
         completions = [session.completion(id) for id in session.order]

@@ -327,9 +327,34 @@ def test_damaged_logits_are_an_error_of_their_request(llm: LLM, monkeypatch: pyt
     assert at_rest(llm)
 
 
-@pytest.mark.parametrize("at", [1, 5, 12], ids=["first", "middle", "last"])
+def completions(llm: LLM, prompts: list[str], params: SamplingParams, watched: bool) -> list[Completion]:
+    """In the order of the prompts; over a stream, or without anybody who looks meanwhile."""
+    if not watched:
+        return llm.generate(prompts, params)
+    ended = [piece for piece in llm.generate(prompts, params, stream=True) if piece.completion is not None]
+    return [piece.completion for piece in sorted(ended, key=lambda piece: piece.prompt) if piece.completion]
+
+
+@pytest.mark.parametrize(("stop", "reasons"), [((), {"length", "stop"}), (("e",), {"stop"})])
+def test_an_answer_is_the_same_whether_somebody_looks_or_not(llm: LLM, stop: tuple[str, ...], reasons: set[str]):
+    """Ended by length, by the end token, by a stop string; some with half a character at the end."""
+    assert llm.tokenizer is not None
+    bias, found = ((llm.tokenizer.eos_id, 6.0),), set[str]()
+    for seed in range(4):
+        params = replace(GREEDY, temperature=1.5, seed=seed, max_tokens=30, stop=stop, n=2, logprobs=1, logit_bias=bias)
+        seen, unseen = (completions(llm, ["a", "b", "once"], params, watched) for watched in (True, False))
+        for one, other in zip(seen, unseen, strict=True):
+            assert replace(one, choices=()) == replace(other, choices=())
+            for a, b in zip(one.choices, other.choices, strict=True):
+                assert replace(a, timing=b.timing) == b
+                assert 0 < b.timing.ttft_seconds <= b.timing.total_seconds
+                found.add(str(b.finish_reason))
+    assert found == reasons
+
+
+@pytest.mark.parametrize(("watched", "at"), [(True, 1), (True, 5), (True, 12), (False, 1)])
 def test_an_answer_that_cannot_be_read_fails_alone(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, at: int
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, watched: bool, at: int
 ):
     """Whatever makes text of tokens raises at a token of one of three requests in the same steps, or at its end."""
     want = [done.token_ids for done in llm.generate(["a", "b", "c"], GREEDY)]
@@ -343,7 +368,8 @@ def test_an_answer_that_cannot_be_read_fails_alone(
         return push(self, *arguments)
 
     monkeypatch.setattr(engine._TextReader, "push", raising)
-    bad, *good = llm.generate(["a", "b", "c"], GREEDY)
+    bad, *good = completions(llm, ["a", "b", "c"], GREEDY, watched)
+    at = at if watched else len(want[0])  # its text is made of all tokens together
     assert isinstance(bad.error, ReplyFailed)
     assert bad.error.code == "reply_failed"
     assert f"after {at} tokens, ZeroDivisionError: no text" in str(bad.error)
