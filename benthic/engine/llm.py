@@ -150,7 +150,7 @@ class Completion:
         return next((choice.error for choice in self.choices if choice.error is not None), None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen ones take four times as long to make, and there is one a token
 class Piece:
     """What a stream yields. Pieces of a choice join to its text; none holds half a character or half a stop string."""
 
@@ -267,8 +267,12 @@ class _Stream:
                 armed = len(self.tokens) >= self.params.min_tokens
                 shown = self.reader.push(event.tokens, armed, event.finish is FinishReason.STOP)
                 self.stopped = self.reader.finished
-        if event.usage is None and not self._watched:
-            return []
+        if event.usage is None:
+            if not self._watched:
+                return []
+            if event.tokens and len(shown) < 2:  # as good as every token
+                fields = shown[0] if shown else {}
+                return [Piece(self.prompt, self.choice, token_ids=event.tokens, logprobs=event.logprobs, **fields)]
         last: dict[str, Any] = {}
         if event.usage is not None:
             if self._late and self.tokens:
