@@ -412,10 +412,14 @@ def layers_level(s: Subject) -> Iterator[Line]:
     stored = s.goldens is not None and s.goldens.profile(s.numerics.name) is not None
     s.progress("layers")
     with torch.inference_mode():
-        whole = None if stored else _reference_run(s, probe)
-        theirs = _stored_sites(s) if whole is None else goldens.sampled(whole, probe)
-        indices = None if stored else s.watched
-        mine = layers.run(s.model, probe, s.rows, SEED, layers=indices, on_device=s.on_device, fed=whole)
+        if stored:
+            theirs, indices, fed = _stored_sites(s), None, None
+        else:
+            whole = _reference_run(s, probe)
+            theirs, indices = goldens.sampled(whole, probe), s.watched
+            fed = {at: values for at, values in whole.items() if at[1] in layers.FED}
+            del whole  # of a large model gigabytes
+        mine = layers.run(s.model, probe, s.rows, SEED, layers=indices, on_device=s.on_device, fed=fed)
         mine = goldens.sampled(mine, probe)
     order = {site: i for i, site in enumerate(layers.SITES)}
     for index, site in sorted(theirs, key=lambda at: (at[0], order[at[1]])):

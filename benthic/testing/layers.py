@@ -372,7 +372,7 @@ def run(
     layer      where layers come from; None: the model's own.
     keep       collect values; off for whoever watches the ops instead.
     on_device  steps in their GPU form; None: when the model is on a GPU.
-    fed        values of another run, from which layers go on at the sites of `FED`; None: from their own.
+    fed        values of another run at the sites of `FED`, from which layers go on there; None: from their own.
     """
     found: dict[tuple[int, str], list[Tensor]] = {}
     device = model.classes.device
@@ -388,7 +388,8 @@ def run(
             )
 
     def feed(index: int, rows: Tensor, site: str, own: Tensor) -> Tensor:
-        return own if fed is None or site not in FED else fed[index, site][rows].view(own.shape).to(own)
+        given = None if fed is None else fed.get((index, site))
+        return own if given is None else given[rows].view(own.shape).to(own)
 
     if layers is None:
         if model.vision is not None and keep:
