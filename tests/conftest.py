@@ -33,11 +33,16 @@ def pytest_report_header() -> str:
 
 
 @pytest.fixture(autouse=True)
-def _seeds() -> None:
+def _seeds() -> Iterator[None]:
     random.seed(SEED)
     np.random.seed(SEED)
     if "torch" in sys.modules:  # a test of the part without torch must not load it
         sys.modules["torch"].manual_seed(SEED)
+    yield
+    if (
+        "torch" in sys.modules
+    ):  # an engine takes all cores, also for what comes behind it: several workers' threads wait
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture

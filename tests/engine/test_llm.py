@@ -473,15 +473,15 @@ def test_settings_that_do_not_fit(folder: Path):
     with pytest.raises(UnknownModel):
         LLM("no such model")
     with pytest.raises(UnknownKey, match=r"scheduler\.max_runing"):
-        LLM(folder, scheduler__max_runing=3)
+        LLM(folder, cpu__threads=1, scheduler__max_runing=3)
     with pytest.raises(BadSetting, match=r"scheduler\.max_context_tokens is 5000"):
-        LLM(folder, scheduler__max_context_tokens=5000)
+        LLM(folder, cpu__threads=1, scheduler__max_context_tokens=5000)
     with pytest.raises(BadSetting, match=r"scheduler\.token_budget is 4"):
-        LLM(folder, scheduler__token_budget=4)
+        LLM(folder, cpu__threads=1, scheduler__token_budget=4)
     with pytest.raises(BadSetting, match=r"cache\.bytes is 65536"):
-        LLM(folder, numerics="float", cache__bytes=65536)
+        LLM(folder, cpu__threads=1, numerics="float", cache__bytes=65536)
     with pytest.raises(DeviceUnavailable):
-        LLM(folder, device="tpu")
+        LLM(folder, cpu__threads=1, device="tpu")
     with pytest.raises(BadField, match="either a configuration or single settings"):
         LLM(folder, config=Config())
 
