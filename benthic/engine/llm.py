@@ -240,7 +240,7 @@ class _ReplyReader:
 
 
 class _Stream:
-    """One branch: from events to pieces to a choice. Where nobody looks before it is done, the last is the only one."""
+    """One branch: from events to pieces to a choice. Where nobody looks before it is done, pieces come at its end."""
 
     def __init__(
         self, prompt: int, choice: int, params: SamplingParams, reader: _Reader, started: float, watched: bool
@@ -280,7 +280,6 @@ class _Stream:
             reason = FinishReason.STOP if self.stopped else event.finish
             if reason is not None:
                 shown += self.reader.finish(reason)
-            shown = shown if self._watched else []
             text, message, finish = self.reader.result()
             finish_reason = None if event.error is not None else finish or str(reason)
             self.usage = event.usage
@@ -312,8 +311,8 @@ class _Stream:
 class _Session:
     """The requests of one call. Ends them all when it is closed before they are done.
 
-    watched  somebody looks at the pieces as they come. Else there are only the last ones of each choice, and text
-             that nothing can end is made when all of it is there: in a large batch that is half of the host's time.
+    watched  somebody looks at the pieces as they come. Else there are only those of each choice's end, and text that
+             nothing can end is made when all of it is there: in a large batch that is half of the host's time.
     """
 
     def __init__(self, llm: "LLM", watched: bool):

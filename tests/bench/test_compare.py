@@ -131,6 +131,10 @@ def test_rows_behind_a_tie_are_told_apart(folder: Path, monkeypatch: pytest.Monk
     assert behind == [r == request and p >= position for r, p in rows]
     line, _ = compare.logit_lines(checkpoint, "float", place, ops.place("cpu:reference"), steps)
     assert line.cases == behind.count(False)
+    monkeypatch.setattr(compare, "NEAR", float("inf"))
+    assert compare.behind_ties(checkpoint, "float", place, steps).all()
+    line, _ = compare.logit_lines(checkpoint, "float", place, ops.place("cpu:reference"), steps)
+    assert not line.passed, "with nothing left to compare"
 
 
 def test_what_is_said_of_all_rows_is_of_all_calls() -> None:
