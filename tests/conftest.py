@@ -39,9 +39,8 @@ def _seeds() -> Iterator[None]:
     if "torch" in sys.modules:  # a test of the part without torch must not load it
         sys.modules["torch"].manual_seed(SEED)
     yield
-    if (
-        "torch" in sys.modules
-    ):  # an engine takes all cores, also for what comes behind it: several workers' threads wait
+    # an engine takes all cores, also for the tests behind it, and threads of several workers wait for each other
+    if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 
 

@@ -125,12 +125,6 @@ def pack_nibbles(codes: Tensor) -> Tensor:
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
-def unpack_nibbles(packed: Tensor) -> Tensor:
-    """[..., K/2] uint8 or int8 -> codes [..., K] uint8."""
-    packed = packed.view(torch.uint8)
-    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-
-
 # FP8: window KV, activations of quantised products
 
 

@@ -7,8 +7,8 @@ file; nobody waits for a copy but who needs its piece or its stream again. Nothi
 takes a tensor copies it to its place on the device.
 
 What to expect (H200, link of 55 GB/s, files in memory): one thread reads 6 GB/s, eight together 34, sixteen 40; twelve
-with pieces of 16 MiB stage 31, a third more than eight with 8, since threads that come back from calls wait for one
-lock, and small pieces come back often. A layer of the release has 2300 tensors of 3 MB in the mean; at 30 GB/s one is
+with pieces of 16 MiB stage 31, eight with 8 MiB 23 to 27, since threads that come back from calls wait for one lock,
+and small pieces come back often. A layer of the release has 2300 tensors of 3 MB in the mean; at 30 GB/s one is
 due each 100 us. Of those Python takes some 20, in the modules and here, under that lock; a future, an event and a wait
 for each would be 100. Copying to the place in the model moves 2 bytes of device memory a byte, packing experts 3: a
 tenth of the time. `benthic bench load` measures it.

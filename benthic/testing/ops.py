@@ -341,7 +341,7 @@ def unit(name: str) -> str:
         return "share of bytes that differ"
     if name.endswith("codes"):
         return "share of values with another code"
-    if name.endswith("all rows"):
+    if "all rows" in name:
         return "relative, rms"
     return "share of rows that choose otherwise" if name.endswith("choice") else "of the op's tolerance"
 

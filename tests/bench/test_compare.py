@@ -16,6 +16,7 @@ from benthic.kernels.native import moe_experts as native
 from benthic.models.weights import Checkpoint
 from benthic.testing import ops
 from benthic.testing.checkpoints import make_tiny
+from benthic.testing.tolerances import MOVED_ROW
 
 PROMPTS = [[5, 900, 33, 7] * 10, [77, 4, 19]]
 
@@ -129,18 +130,23 @@ def test_rows_behind_a_tie_are_told_apart(folder: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(compare, "NEAR", float(nearest.min()) * 1.001)
     behind = compare.behind_ties(checkpoint, "float", place, steps).tolist()
     assert behind == [r == request and p >= position for r, p in rows]
-    line, _ = compare.logit_lines(checkpoint, "float", place, ops.place("cpu:reference"), steps)
+    line, left_out, _ = compare.logit_lines(checkpoint, "float", place, ops.place("cpu:reference"), steps)
     assert line.cases == behind.count(False)
+    assert left_out.error == behind.count(True)
     monkeypatch.setattr(compare, "NEAR", float("inf"))
     assert compare.behind_ties(checkpoint, "float", place, steps).all()
-    line, _ = compare.logit_lines(checkpoint, "float", place, ops.place("cpu:reference"), steps)
+    line, *_ = compare.logit_lines(checkpoint, "float", place, ops.place("cpu:reference"), steps)
     assert not line.passed, "with nothing left to compare"
 
 
 def test_what_is_said_of_all_rows_is_of_all_calls() -> None:
+    """Nothing is lost of the worst one: it has the bound of a single row."""
     found = [ops.Finding("experts: all rows", error, 0.005) for error in (0.006, 0.001)]
-    assert compare._error("experts: all rows", found) == pytest.approx((37e-6 / 2) ** 0.5)
-    assert compare._error("experts", found) == 0.006
+    together, worst = compare._op_lines("experts: all rows", found)
+    assert together.error == pytest.approx((37e-6 / 2) ** 0.5)
+    assert (together.bound, worst.error, worst.bound) == (0.005, 0.006, MOVED_ROW)
+    (line,) = compare._op_lines("experts", found)
+    assert (line.error, line.bound) == (0.006, 0.005)
 
 
 def test_a_fault_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
