@@ -30,6 +30,7 @@ from benthic.bench import report
 from benthic.bench.report import Measure
 from benthic.bench.timing import release
 from benthic.errors import BenchError
+from benthic.kernels.native import build
 from benthic.kernels.quant import E4M3
 from benthic.models import loading
 from benthic.models.deepseek_v41_config import ModelConfig, TensorSpec, tensors
@@ -52,7 +53,7 @@ class Options:
     tiny: bool = False  # widths of a small model, which a CPU can do too
     numerics: str = "production"
     workers: tuple[int, ...] = (16, 12, 8, 4)  # tried besides the loader's own
-    pieces: tuple[int, ...] = (16, 8, 32, 4)  # MiB, tried besides the loader's own
+    pieces: tuple[int, ...] = (4, 2, 1, 8)  # MiB, tried besides the loader's own
     repeats: int = 3
     budget_seconds: float = 60.0  # what is tried besides the loader's own ends then
     device: str = "cuda"
@@ -174,18 +175,17 @@ def link(device: torch.device, repeats: int) -> list[float]:
 
 def files_alone(checkpoint: Checkpoint, names: Sequence[str], workers: int) -> float:
     """Seconds to read all of them into pieces of memory that are used again and again, as the loader reads."""
-    piece = loading.PIECE_BYTES
     made = loading.batches(checkpoint.stored, names)
     jobs = [(tuple(batch.parts.values()), *span) for batch in made for span in batch.spans]
     files = loading.open_files(checkpoint)
-    rooms = [memoryview(bytearray(b"\1") * (2 * piece)) for _ in range(workers)]  # touched now
+    lanes = [loading.Lane(torch.device("cpu"), loading.usual_piece_bytes()) for _ in range(workers)]
+    for lane in lanes:
+        for piece in lane.pieces:
+            piece.fill_(1)  # its pages are made now
 
     def work(number: int) -> None:
-        room = rooms[number]
         for parts, start, end in jobs[number::workers]:
-            for turn, first in enumerate(range(start, end, piece)):
-                at = turn % 2 * piece
-                loading.read(files, parts, first, min(first + piece, end), room[at : at + piece])
+            lanes[number].fetch(files, parts, start, end, None)
 
     try:
         with ThreadPoolExecutor(workers) as pool:
@@ -272,7 +272,8 @@ def run(options: Options, say: Callable[[str], None] = lambda _: None) -> dict[s
         "tiny": options.tiny,
         "numerics": options.numerics,
         "workers": loading.WORKERS,
-        "piece_bytes": loading.PIECE_BYTES,
+        "piece_bytes": loading.usual_piece_bytes(),
+        "native": build.available(),
         "job_bytes": loading.JOB_BYTES,
         "repeats": options.repeats,
         "tried": {"workers": options.workers, "piece_mib": options.pieces},
@@ -351,9 +352,10 @@ def _measures(
     def tried(count: int, piece: int, times: int) -> list[float]:
         return [staged(checkpoint, names, device, count, piece) for _ in range(times)]
 
-    first, *seconds = tried(workers, loading.PIECE_BYTES, repeats + 1)
+    first, *seconds = tried(workers, loading.usual_piece_bytes(), repeats + 1)
     yield rate("staged, first", total, [first], note=f"{len(names)} tensors{'; pinned memory is made' if gpu else ''}")
-    told = f"{share(total, seconds)}{workers} workers, pieces of {loading.PIECE_BYTES >> 20} MiB"
+    in_c = "" if build.available() else ", without C"
+    told = f"{share(total, seconds)}{workers} workers, pieces of {loading.usual_piece_bytes() >> 20} MiB{in_c}"
     yield rate("staged", total, seconds, estimate=best, target=target, note=told)
     release(device)
     once, *loads = (whole(checkpoint, options.numerics, device) for _ in range(repeats + 1))

@@ -177,7 +177,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     load.add_argument("--workers", type=_numbers, default=(16, 12, 8, 4), metavar="N,N", help="threads that are tried")
     load.add_argument(
-        "--pieces", type=_numbers, default=(16, 8, 32, 4), metavar="MIB,MIB", help="sizes of a copy that are tried, MiB"
+        "--pieces", type=_numbers, default=(4, 2, 1, 8), metavar="MIB,MIB", help="sizes of a copy that are tried, MiB"
     )
     load.add_argument("--repeats", type=_count, default=3, metavar="N", help="of each measure (default 3)")
     load.add_argument("--numerics", default="production", choices=NUMERICS)

@@ -6,12 +6,8 @@ pinned pieces of host memory and a stream: while one piece is on its way to the 
 file; nobody waits for a copy but who needs its piece or its stream again. Nothing is converted here; a module that
 takes a tensor copies it to its place on the device.
 
-What to expect (H200, link of 55 GB/s, files in memory): one thread reads 6 GB/s, eight together 34, sixteen 40; twelve
-with pieces of 16 MiB stage 31, eight with 8 MiB 23 to 27, since threads that come back from calls wait for one lock,
-and small pieces come back often. A layer of the release has 2300 tensors of 3 MB in the mean; at 30 GB/s one is
-due each 100 us. Of those Python takes some 20, in the modules and here, under that lock; a future, an event and a wait
-for each would be 100. Copying to the place in the model moves 2 bytes of device memory a byte, packing experts 3: a
-tenth of the time. `benthic bench load` measures it.
+Of a job's pieces C takes care where there is a C compiler (`kernels/native/stage.c`); without, the same loop runs in
+Python, on larger pieces.
 
 Tables that stay on the host are read by the same threads straight to the memory in which a GPU will read them.
 """
@@ -36,10 +32,12 @@ from torch import Tensor
 
 from benthic.errors import HostMemoryNotLocked, OutOfMemory, TruncatedFile
 from benthic.host import memory_bytes
+from benthic.kernels.native import stage
 from benthic.models.weights import TORCH_DTYPES, Checkpoint, Stored
 
 WORKERS = 12
-PIECE_BYTES = 16 << 20  # one copy over the link
+PIECE_BYTES = 4 << 20  # one copy over the link: two a worker stay in a processor's caches
+PLAIN_PIECE_BYTES = 16 << 20  # without the C kernels, where each piece costs a wait for Python's lock
 JOB_BYTES = 32 << 20  # what a worker fetches at a time, and most of a batch that has more than one tensor
 AHEAD_BYTES = 2 << 30  # most device memory that holds tensors nobody has taken yet
 ALIGNMENT = 256  # bytes, of tensors in a batch
@@ -106,6 +104,10 @@ class _Run:
                 got -= len(rooms.popleft())
             if got:
                 rooms[0] = rooms[0][got:]
+
+
+def usual_piece_bytes() -> int:
+    return PIECE_BYTES if stage.available() else PLAIN_PIECE_BYTES
 
 
 def read(files: Mapping[Path, int], parts: Iterable[Part], start: int, end: int, room: memoryview) -> None:
@@ -182,19 +184,30 @@ def _on(device: torch.device) -> Any:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-class _Lane:
+class Lane:
     """What one worker needs: two pieces, pinned where the device is a GPU, each with the event of its last copy."""
 
     def __init__(self, device: torch.device, piece_bytes: int):
         gpu = device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if gpu else None
         with _on(device):
-            self.pieces = [torch.empty(piece_bytes, dtype=torch.uint8, device="cpu", pin_memory=gpu) for _ in range(2)]
+            self.pieces = [
+                torch.empty(piece_bytes, dtype=torch.uint8, device="cpu", pin_memory=gpu) for _ in range(stage.PIECES)
+            ]
         arrays: list[Any] = [piece.numpy() for piece in self.pieces]
         self.rooms = [memoryview(array) for array in arrays]
         # of each piece's last copy; blocking, or whoever waits takes a core
-        self.copied = [torch.cuda.Event(blocking=True) if gpu else None for _ in range(2)]
+        self.copied = [torch.cuda.Event(blocking=True) if gpu else None for _ in self.pieces]
         self.turn = 0
+        self.native: stage.Lane | None = None
+        if stage.available():
+            handles: list[int] = []
+            for event in self.copied:
+                if event is not None:
+                    event.record(self.stream)  # before it has none
+                handles.append(0 if event is None else event.cuda_event)
+            stream, driver = (0, stage.Driver()) if self.stream is None else (self.stream.cuda_stream, stage.cuda())
+            self.native = stage.Lane(self.pieces, handles, stream, driver)
 
     def fetch(
         self,
@@ -202,32 +215,59 @@ class _Lane:
         parts: Sequence[Part],
         start: int,
         end: int,
-        out: Tensor,
-        ready: torch.cuda.Event | None,
+        out: Tensor | None,
+        ready: torch.cuda.Event | None = None,
     ) -> torch.cuda.Event | None:
-        """Bytes start .. end-1 of a batch -> there in `out`, the batch's buffer.
+        """Bytes start .. end-1 of a batch -> there in `out`, the batch's buffer; None: they are only read.
 
         ready    from then on `out` may be written.
         returns  when they are there; None: now.
+        Raises   TruncatedFile.
         """
-        if self.stream is not None and ready is not None:
+        if self.stream is None:
+            self._fetch(files, parts, start, end, out)
+            return None
+        if ready is not None:
             self.stream.wait_event(ready)
-        done = None
-        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
-            for first in range(start, end, len(self.rooms[0])):
-                self.turn = 1 - self.turn
-                piece, copied, before = self.pieces[self.turn], self.copied[self.turn], first
-                behind = min(before + len(piece), end)
-                if copied is not None:
-                    copied.synchronize()
-                read(files, parts, before, behind, self.rooms[self.turn])
-                out[before:behind].copy_(piece[: behind - before], non_blocking=True)
-                if copied is not None:
-                    copied.record(self.stream)
-            if self.stream is not None:
-                done = torch.cuda.Event()
-                done.record(self.stream)
+        with torch.cuda.stream(self.stream):
+            self._fetch(files, parts, start, end, out)
+            done = torch.cuda.Event()
+            done.record(self.stream)
         return done
+
+    def _fetch(
+        self, files: Mapping[Path, int], parts: Sequence[Part], start: int, end: int, out: Tensor | None
+    ) -> None:
+        if self.native is not None:
+            self._fetch_native(self.native, files, parts, start, end, out)
+            return
+        for first in range(start, end, len(self.rooms[0])):
+            self.turn = (self.turn + 1) % len(self.rooms)
+            piece, copied, before = self.pieces[self.turn], self.copied[self.turn], first
+            behind = min(before + len(piece), end)
+            if copied is not None:
+                copied.synchronize()
+            read(files, parts, before, behind, self.rooms[self.turn])
+            if out is not None:
+                out[before:behind].copy_(piece[: behind - before], non_blocking=True)
+            if copied is not None:
+                copied.record(self.stream)
+
+    def _fetch_native(
+        self,
+        native: stage.Lane,
+        files: Mapping[Path, int],
+        parts: Sequence[Part],
+        start: int,
+        end: int,
+        out: Tensor | None,
+    ) -> None:
+        met = [part for part in parts if part.at < end and part.at + part.stored.nbytes > start]
+        runs = [stage.Run(files[stored.shard], stored.offset, at, stored.nbytes) for stored, at in met]
+        missing = native.fetch(runs, start, end, 0 if out is None else out.data_ptr())
+        if missing is not None:
+            stored = met[missing.run].stored
+            raise TruncatedFile(stored.shard, stored.offset + stored.nbytes, missing.offset)
 
 
 class StagedCheckpoint:
@@ -242,6 +282,7 @@ class StagedCheckpoint:
 
     device    a GPU, as a rule; on the CPU tensors are copies in memory.
     progress  has `update(bytes)`; None: silent.
+    piece_bytes  of one copy over the link; None: `usual_piece_bytes()`.
     tables  further names, whose tensors stay on the host and are read in place by the GPU (`locked`); each is read when
             it is asked for, straight to its place.
     Raises  OutOfMemory when the host has no room for the tables.
@@ -254,7 +295,7 @@ class StagedCheckpoint:
         names: Sequence[str],
         progress: Any = None,
         workers: int = WORKERS,
-        piece_bytes: int = PIECE_BYTES,
+        piece_bytes: int | None = None,
         tables: Collection[str] = (),
     ):
         if tables:
@@ -269,9 +310,9 @@ class StagedCheckpoint:
         self._waiting = deque(batches(checkpoint.stored, names))
         self._batch_of = {name: batch for batch in self._waiting for name in batch.parts}
         self._ahead_bytes = 0
-        self._piece_bytes = piece_bytes
+        self._piece_bytes = usual_piece_bytes() if piece_bytes is None else piece_bytes
         self._own = threading.local()  # of a worker: its lane, made when it first works
-        self._lanes: list[_Lane] = []
+        self._lanes: list[Lane] = []
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="load")
         self._files = open_files(checkpoint)
         self._fill()
@@ -352,8 +393,8 @@ class StagedCheckpoint:
     def _fetch(
         self, parts: Sequence[Part], start: int, end: int, out: Tensor, ready: torch.cuda.Event | None
     ) -> torch.cuda.Event | None:
-        lane: _Lane | None = getattr(self._own, "lane", None)
+        lane: Lane | None = getattr(self._own, "lane", None)
         if lane is None:
-            lane = self._own.lane = _Lane(self.device, self._piece_bytes)
+            lane = self._own.lane = Lane(self.device, self._piece_bytes)
             self._lanes.append(lane)
         return lane.fetch(self._files, parts, start, end, out, ready)

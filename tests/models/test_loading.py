@@ -21,6 +21,7 @@ from benthic import plan
 from benthic.engine.llm import LLM
 from benthic.errors import HostMemoryNotLocked, NonFiniteTensor, OutOfMemory, TruncatedFile
 from benthic.kernels import backends, engram
+from benthic.kernels.native import stage
 from benthic.models import deepseek_v41, loading
 from benthic.models.deepseek_v41 import MoE
 from benthic.models.deepseek_v41_config import ModelConfig, tensors
@@ -45,6 +46,16 @@ def small_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "AHEAD_BYTES", 1 << 20)
 
 
+@pytest.fixture(params=["in C", "in Python"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Who takes a job's pieces from the file."""
+    if request.param == "in Python":
+        monkeypatch.setattr(stage, "available", lambda: False)
+    elif not stage.available():
+        pytest.skip("no native kernels")
+    return request.param
+
+
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Bit by bit."""
     same = a.dtype == b.dtype and a.shape == b.shape
@@ -55,18 +66,27 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.mark.parametrize("order", ["as given", "reversed", "by name"])
 @pytest.mark.parametrize(("workers", "piece_bytes"), [(1, 1 << 20), (3, 7001)])
 def test_tensors_are_those_of_the_file(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, order: str, workers: int, piece_bytes: int
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, way: str, order: str, workers: int, piece_bytes: int
 ) -> None:
     names = list(checkpoint.specs)
     asked = {"as given": names, "reversed": names[::-1], "by name": sorted(names)}[order]
-    plain, counts = os.preadv, list[int]()
+    counts: list[int] = []
+    if way == "in C":
+        fetch = stage.Lane.fetch
 
-    def counted(file: int, rooms: list[Any], offset: int) -> int:
-        got = plain(file, rooms, offset)
-        counts.append(got)
-        return got
+        def seen(lane: stage.Lane, runs: list[stage.Run], start: int, end: int, out: int) -> Any:
+            counts.extend(min(run.at + run.nbytes, end) - max(run.at, start) for run in runs)
+            return fetch(lane, runs, start, end, out)
 
-    monkeypatch.setattr(os, "preadv", counted)
+        monkeypatch.setattr(stage.Lane, "fetch", seen)
+    else:
+        plain = os.preadv
+
+        def counted(file: int, rooms: list[Any], offset: int) -> int:
+            counts.append(plain(file, rooms, offset))
+            return counts[-1]
+
+        monkeypatch.setattr(os, "preadv", counted)
     taken: list[int] = []
 
     class Progress:
@@ -133,6 +153,7 @@ def test_again_and_beside(checkpoint: Checkpoint) -> None:
             source.tensor("layers.0.nothing")
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("taken", [0, 1])
 def test_nothing_reads_on_when_it_is_over(checkpoint: Checkpoint, taken: int) -> None:
     """Left early by an error: its threads have ended before its files are closed."""
@@ -148,6 +169,7 @@ def test_nothing_reads_on_when_it_is_over(checkpoint: Checkpoint, taken: int) ->
             os.fstat(file)
 
 
+@pytest.mark.usefixtures("way")
 def test_a_model_is_the_same_over_either_way(checkpoint: Checkpoint) -> None:
     """Also inside inference mode, in which a step's caller may be."""
     numerics = NUMERICS["production"]
@@ -195,6 +217,7 @@ def test_bytes_of_any_span_whatever_a_call_gives(tmp_path: Path, monkeypatch: py
         assert most < 100 or calls == [10, 60, 5]
 
 
+@pytest.mark.usefixtures("way")
 def test_a_file_that_shrank(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(make_tiny(tmp_path / "tiny"))
     name = list(checkpoint.specs)[-1]
@@ -202,12 +225,14 @@ def test_a_file_that_shrank(tmp_path: Path) -> None:
     with StagedCheckpoint(checkpoint, CPU, [name]) as source:
         assert equal(source.tensor(name), checkpoint.tensor(name))
         os.truncate(shard, checkpoint.stored[name].offset + 1)
-        with pytest.raises(TruncatedFile, match="cut short"):
+        with pytest.raises(TruncatedFile, match="cut short") as raised:
             source.tensor(name)
+        stored = checkpoint.stored[name]
+        assert str(raised.value) == str(TruncatedFile(shard, stored.offset + stored.nbytes, stored.offset + 1))
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("small_jobs")
+@pytest.mark.usefixtures("small_jobs", "way")
 @pytest.mark.parametrize(("workers", "piece_bytes"), [(1, 1 << 20), (4, 7001)])
 def test_tensors_on_a_gpu_are_those_of_the_file(checkpoint: Checkpoint, workers: int, piece_bytes: int) -> None:
     """Their memory is overwritten as soon as they are gone, so a copy that came early or late shows."""
