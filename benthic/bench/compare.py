@@ -161,7 +161,9 @@ def layer_lines(
     """Each layer, both sides fed with the left side's streams and, at each step's begin, its cache.
 
     Within a step each side reads what it has stored itself: a value that takes another code moves all rows behind it
-    that see it, so steps should be short (`LAYER_CHUNK`).
+    that see it, so steps should be short (`LAYER_CHUNK`). Short steps cut a row's attention into spans, each of which
+    rounds the probabilities of `reference` against a maximum of its own: one unit in the last place of a third of the
+    outputs, which is more than this bound on layers. So both sides compute as in `deterministic` mode, whole rows.
     """
     count = max(len(step.chunks) for step in steps)
     a, b = (Side(checkpoint, numerics, where, count) for where in (left, right))
@@ -178,14 +180,14 @@ def layer_lines(
             there = b.model.memory(b.storage, bt.batch)
         streams, shared = None, None
         for i, (mine, theirs) in enumerate(zip(a.model.layers, b.model.layers, strict=True)):
-            with left():
+            with left(), backends.invariant():
                 if streams is None:
                     streams = _entry(a.model, at.batch)
                 ngrams = a.model.ngrams(at.batch)
                 entered = mine.recall(streams, ngrams, None, None)
                 want, kept = mine(entered, at.batch, here.layer(i), shared)
                 settled = hyper.settle(want)
-            with right():
+            with right(), backends.invariant():
                 entered = theirs.recall(moved(streams, right.device), b.model.ngrams(bt.batch), None, None)
                 got, _ = theirs(entered, bt.batch, there.layer(i), moved(shared, right.device))
                 other = hyper.settle(got).to(cpu)
