@@ -120,7 +120,7 @@ class CpuConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuConfig:
     graphs: bool = opt(True, "decode steps and small steps with prompts are CUDA graphs, captured at start")
-    graph_rows: int = opt(1024, "rows of the largest step with prompts that is one; 0: none", low=0)
+    graph_rows: int = opt(2048, "rows of the largest step with prompts that is one; 0: none", low=0)
     engram_tables: str = opt(
         "device",
         "where n-gram tables lie: `device`, or `host`: pinned memory read over the link",

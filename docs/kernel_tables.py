@@ -234,10 +234,9 @@ def steps(found: Found, link: str) -> str:
         lines += ["", "Where it goes at the first context, ms measured / floor:", ""]
         lines.append(grid(("part", *(f"{step['rows']} rows" for step in spent)), cells))
     whole = {key: found["prefill"][key] for key in ("tokens", "chunk") if key in found["prefill"]}
-    short = "all layers in short chunks"
-    for way in ("encoder", "all layers", short, f"{short}, replayed"):
-        if way in found["prefill"]:
-            part = whole | found["prefill"][way]
+    for way, timed in found["prefill"].items():
+        if isinstance(timed, dict):
+            part = whole | timed
             tokens, best = part["tokens"], part["tokens"] / part["floor_seconds"]
             line = f"Prefill of {tokens} tokens, {way}, {part['chunk']} at a time: "
             line += f"{part['tokens_per_second']:.0f} tokens/s, floor {best:.0f}"

@@ -21,7 +21,7 @@ from benthic.bench.cases import RELEASE, Case, Cases, Sizes
 from benthic.bench.operands import Operands
 from benthic.cache.spec import CacheSpec, blocks_for
 from benthic.cache.storage import Storage
-from benthic.config import Config, GpuConfig
+from benthic.config import Config, GpuConfig, SchedulerConfig
 from benthic.engine.runner import Runner
 from benthic.engine.sampler import Sampler
 from benthic.errors import KernelBuildError
@@ -157,7 +157,8 @@ def of_model(checkpoint: Checkpoint, numerics: str, slots: int, lengths: Iterabl
     longest = blocks_for(checkpoint.config.text.max_position_embeddings)
     storage = Storage(model.cache_spec, 1 + max(slots, 64), slots + 1, CPU, table_blocks=longest)
     sampler = Sampler(model.vocab_size, CPU)
-    Runner(model, storage, sampler, on_device=True, graph_rows=GpuConfig().graph_rows).rehearse(lengths)
+    rows = min(GpuConfig().graph_rows, SchedulerConfig().token_budget)
+    Runner(model, storage, sampler, on_device=True, graph_rows=rows).rehearse(lengths)
 
 
 # ---- the run ---------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from benthic.bench.parts import Parts, time_parts
 from benthic.bench.report import Measure
 from benthic.bench.timing import Ceilings, Run, Timer, capture, measure_ceilings, release, trace
 from benthic.cache.spec import block_layout, blocks_for
+from benthic.config import GpuConfig
 from benthic.engine import batch as batches
 from benthic.engine.graphs import CudaRecorder, Graphs, Record, Recorded
 from benthic.errors import BenchError, MissingDependency
@@ -44,10 +45,11 @@ from benthic.types import NUMERICS, Chunk, StepPlan
 
 # Loads of minnow's 16 experts over the mean, sorted; 24 steps of about 500 held-out rows, mean of 10 layers.
 SKEW = (1.83, 1.52, 1.41, 1.28, 1.18, 1.11, 1.04, 0.97, 0.91, 0.86, 0.81, 0.75, 0.69, 0.63, 0.56, 0.48)
+LARGEST_GRAPH = "all layers as in the largest graph, launched"
 SHORT_CHUNKS = "all layers in short chunks"
 REPLAYED = "all layers in short chunks, replayed"
 Place = tuple[int, int]  # of a chunk: first position, rows
-PREFILLS = ("encoder", "all layers", SHORT_CHUNKS, REPLAYED)
+PREFILLS = ("encoder", "all layers", LARGEST_GRAPH, SHORT_CHUNKS, REPLAYED)
 DRAFTED = 6  # rows of a request that verifies five drafts
 ACCEPTED = 3.5  # tokens such a step gives, assumed
 NEEDED = ("attend", "select_records", "write_records", "ring_write", "linear", "experts", "route", "sample_rows")
@@ -412,13 +414,13 @@ def compile_kernels(rank: Rank, say: Callable[[str], None]) -> dict[str, Any]:
             for context in options.contexts:
                 rank.step(rank.decode_batch(*split_rows(rows), context - DRAFTED))()
         if options.prefill:
-            batch = rank.prefill_batch(0, min(options.chunk, options.prefill))
-            rank.encode(batch)
-            rank.model.forward(batch, rank.model.memory(rank.storage, batch))
-            rows = max(options.chunk // 8, 1)
-            batch = rank.prefill_batch(0, rows)
-            rank.model.forward(batch, rank.model.memory(rank.storage, batch))
-            pass_columns(rank, prompt_columns(rank, rows))
+            short_chunk = max(options.chunk // 8, 1)
+            for rows in dict.fromkeys((options.chunk, largest_graph(options), short_chunk)):
+                batch = rank.prefill_batch(0, min(rows, options.prefill))
+                rank.model.forward(batch, rank.model.memory(rank.storage, batch))
+                if rows == options.chunk:
+                    rank.encode(batch)
+            pass_columns(rank, prompt_columns(rank, short_chunk))
     failures = warm.build(jobs)
     seconds = perf_counter() - started
     say(f"{len(jobs)} kernels ready in {seconds:.0f} s" + (f", {len(failures)} do not compile" if failures else ""))
@@ -482,9 +484,10 @@ def decode(rank: Rank, timer: Timer, ceilings: Ceilings, rows: int, context: int
 
 
 def time_prefill(rank: Rank, ceilings: Ceilings) -> dict[str, Any]:
-    """A prompt in chunks, launched as they come: the layers below the split alone, and all layers; and the last tokens
-    of it in short chunks, as they come between decode rows, where what the host does for a launch shows: launched, and
-    as the engine takes them, sent to a CUDA graph.
+    """A prompt in chunks, launched as they come: the layers below the split alone, and all layers; these again with as
+    many rows as the largest step has that the engine keeps a graph of, since larger ones are launched; and the last
+    tokens of it in short chunks, as they come between decode rows, where what the host does for a launch shows:
+    launched, and as the engine takes them, sent to a CUDA graph.
 
     launch_seconds  of the host, until the last chunk was launched: next to all of the time, it waits for the GPU; all
                     of it, the GPU waits for the host.
@@ -501,6 +504,7 @@ def time_prefill(rank: Rank, ceilings: Ceilings) -> dict[str, Any]:
     ways: dict[str, tuple[int, Callable[[Sequence[Place]], list[Run]], int, int]] = {
         "encoder": (split, launched(rank.encode), 0, options.chunk),
         "all layers": (every, launched(whole), 0, options.chunk),
+        LARGEST_GRAPH: (every, launched(whole), 0, largest_graph(options)),
         SHORT_CHUNKS: (every, launched(whole), last, short_chunk),
         REPLAYED: (every, partial(replayed, rank), last, short_chunk),
     }
@@ -527,6 +531,11 @@ def time_prefill(rank: Rank, ceilings: Ceilings) -> dict[str, Any]:
         }
         del runs, prepared
     return found
+
+
+def largest_graph(options: Options) -> int:
+    """Rows of a chunk: larger ones are launched where an engine may take them."""
+    return min(GpuConfig().graph_rows, options.chunk)
 
 
 def prompt_columns(rank: Rank, rows: int) -> Tensor:

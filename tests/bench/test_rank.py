@@ -208,7 +208,7 @@ def test_whole_run(found: dict[str, Any]) -> None:
     assert prefill["encoder"]["floor_seconds"] < prefill["all layers"]["floor_seconds"]
     assert prefill.keys() >= set(rank.PREFILLS)
     assert all(0 < prefill[way]["launch_seconds"] <= prefill[way]["seconds"] for way in rank.PREFILLS)
-    assert [prefill[way]["tokens"] for way in rank.PREFILLS] == [48, 48, SMALL.chunk, SMALL.chunk]
+    assert [prefill[way]["tokens"] for way in rank.PREFILLS] == [48, 48, 48, SMALL.chunk, SMALL.chunk]
     assert prefill[rank.SHORT_CHUNKS]["chunk"] == SMALL.chunk // 8
     assert json.loads(json.dumps(found)) is not None
 
