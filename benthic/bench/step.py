@@ -580,7 +580,7 @@ def _prefill_seconds(text: ModelConfig, numerics: str, length: int, budget: int,
 
 
 def _on_gpu(batch: int, watched: Watched, period: float, times: list[StepTimes], sampler: float) -> list[Measure]:
-    """Where a decode step's time goes: idle share of the GPU, the sampler on it, and the host's three parts.
+    """Where a decode step's time goes: idle share of the GPU, the sampler on it, and the host's parts.
 
     period  seconds of a step that nobody watched.
     """
@@ -592,9 +592,15 @@ def _on_gpu(batch: int, watched: Watched, period: float, times: list[StepTimes],
             name=f"sampler, batch {batch}", value=1e6 * sampler, unit="us", better="less", note="greedy; in a graph"
         ),
     ]
-    for part in ("plan", "run", "commit"):
-        took = 1e6 * median(getattr(step, part) for step in times)
-        note = "of the host, the GPU's work included" if part == "run" else "of the host"
+    parts: dict[str, tuple[Callable[[StepTimes], float], str]] = {
+        "plan": (lambda step: step.plan, "of the host"),
+        "begin": (lambda step: step.begin, "of the host: copies, launch"),
+        "wait": (lambda step: step.wait, "for the GPU"),
+        "commit": (lambda step: step.commit, "of the host"),
+        "pieces": (lambda step: step.period - step.own - step.run, "of the host: text handed out, between steps"),
+    }
+    for part, (of, note) in parts.items():
+        took = 1e6 * max(median(of(step) for step in times), 0.0)
         found.append(Measure(name=f"{part}, batch {batch}", value=took, unit="us", better="less", note=note))
     return found
 
