@@ -11,7 +11,7 @@ from torch import Tensor
 from benthic.bench import compare
 from benthic.cli.main import main
 from benthic.errors import BadField, BenchError
-from benthic.kernels import backends, compress, gemm, kv_copy, moe_experts, moe_gate, norm, quant
+from benthic.kernels import attn_sparse, backends, compress, gemm, kv_copy, moe_experts, moe_gate, norm, quant
 from benthic.kernels.native import moe_experts as native
 from benthic.models.weights import Checkpoint
 from benthic.testing import ops
@@ -108,6 +108,25 @@ def test_the_order_of_sums_moves_no_layer(folder: Path, monkeypatch: pytest.Monk
     assert passed(compare.LAYER_CHUNK)
     monkeypatch.setattr(compare, "_cached", lambda storage: [])
     assert not passed(96)
+
+
+def test_layers_are_compared_in_the_form_that_does_not_depend_on_a_steps_rows(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for spans, which few rows are cut into elsewhere: other results, by more than layers may differ."""
+    attend, asked = attn_sparse.attend_reference, list[bool]()
+
+    def cut(q: Tensor, *rest: Any) -> Tensor:
+        asked.append(backends.is_invariant())
+        return attend(q, *rest) * (1.0 if asked[-1] else 1.1)
+
+    monkeypatch.setattr(attn_sparse, "attend_reference", cut)
+    left, right = ops.place("cpu"), ops.place("cpu:reference")
+    lines = compare.layer_lines(Checkpoint.open(folder), "float", left, right, compare.plans(PROMPTS[1:], 24, 1))
+    assert asked
+    assert all(asked)
+    assert all(line.passed for line in lines), lines
+    assert not backends.is_invariant()
 
 
 def test_rows_behind_a_tie_are_told_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
