@@ -12,9 +12,9 @@ from benthic.sim.engine import Life, Outcome
 from benthic.sim.policies import Policy, World, by_rank_alone, fixed, in_order, ours, prefill_first, strict
 from benthic.sim.trace import Arrival, Lengths
 
-# One rank of eight with V4.1-Flash on an H200, profile production, from docs/kernels.md: 64 decode rows at 32K take 21.8
-# ms, of which the 28K beyond 4K are 0.8; 384 rows take 45.7; a prompt of 32K goes at 13 500 tokens a second through all
-# layers. That a tenth of the prompt's time grows with the tokens before it is assumed.
+# One rank of eight with V4.1-Flash on an H200, profile production, from docs/kernels.md: 64 decode rows at 32K take
+# 21.8 ms, of which the 28K beyond 4K are 0.8; 384 rows take 45.7; a prompt of 32K goes at 13 500 tokens a second
+# through all layers. That a tenth of the prompt's time grows with the tokens before it is assumed.
 H200_RANK = Coefficients(fixed=16.1e-3, decode=7.47e-5, row=6.66e-5, context=4.4e-10, pair=4.5e-10)
 
 
