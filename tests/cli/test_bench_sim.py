@@ -7,6 +7,7 @@ import pytest
 
 from benthic.cli.main import main
 from benthic.errors import BadTrace
+from benthic.sim.scenarios import H200_RANK
 from benthic.testing.checkpoints import make_tiny
 
 LITTLE = ["bench", "sim", "--seconds", "4"]
@@ -22,7 +23,7 @@ def test_policies_side_by_side_and_a_picture(tmp_path: Path, capsys: pytest.Capt
     policies = ["ours", "fixed 512", "fixed 2048", "fixed 8192", "prefill first"]
     assert [run["policy"] for run in told["runs"]] == 2 * policies
     assert all(run["measures"]["unanswered"] == 0 for run in told["runs"])
-    assert told["machine"]["coefficients"]["fixed"] == 0.018
+    assert told["machine"]["coefficients"] == H200_RANK._asdict()
 
 
 def test_a_trace_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
