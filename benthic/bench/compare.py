@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -162,13 +163,15 @@ def layer_lines(
 
     Within a step each side reads what it has stored itself: a value that takes another code moves all rows behind it
     that see it, so steps should be short (`LAYER_CHUNK`). Short steps cut a row's attention into spans, each of which
-    rounds the probabilities of `reference` against a maximum of its own: one unit in the last place of a third of the
-    outputs, which is more than this bound on layers. So both sides compute as in `deterministic` mode, whole rows.
+    rounds probabilities, where the profile rounds them, against a maximum of its own: one unit in the last place of a
+    third of the outputs, which is more than this bound on layers. There both sides compute as in `deterministic` mode,
+    whole rows.
     """
     count = max(len(step.chunks) for step in steps)
     a, b = (Side(checkpoint, numerics, where, count) for where in (left, right))
     profile, gpu = NUMERICS[numerics], "cuda" in (left.device.type, right.device.type)
     bound = LAYER_FP8 if profile.one_scale and gpu else LAYER if profile.quantise else LAYER_FLOAT
+    whole = partial(backends.invariant, profile.round_probs)
     errors: dict[str, list[Tensor]] = {}
     cpu = torch.device("cpu")
     for plan in steps:
@@ -180,14 +183,14 @@ def layer_lines(
             there = b.model.memory(b.storage, bt.batch)
         streams, shared = None, None
         for i, (mine, theirs) in enumerate(zip(a.model.layers, b.model.layers, strict=True)):
-            with left(), backends.invariant():
+            with left(), whole():
                 if streams is None:
                     streams = _entry(a.model, at.batch)
                 ngrams = a.model.ngrams(at.batch)
                 entered = mine.recall(streams, ngrams, None, None)
                 want, kept = mine(entered, at.batch, here.layer(i), shared)
                 settled = hyper.settle(want)
-            with right(), backends.invariant():
+            with right(), whole():
                 entered = theirs.recall(moved(streams, right.device), b.model.ngrams(bt.batch), None, None)
                 got, _ = theirs(entered, bt.batch, there.layer(i), moved(shared, right.device))
                 other = hyper.settle(got).to(cpu)

@@ -118,7 +118,7 @@ def _of_steps(
     """What the steps of one engine at one batch say. Medians; us but for rates and shares."""
     own = [1e6 * step.own for step in times]
     idle = [100 * max(1 - step.device / step.period, 0.0) for step in times]
-    rest = [1e6 * max(step.period - step.own - step.run, 0.0) for step in times]
+    rest = [1e6 * step.rest for step in times]
     target = OWN_TARGET if cpu and batch == OWN_BATCH else None
     found = [
         _measure(f"decode, batch {batch}, {arm.name}", rates, "tokens/s"),

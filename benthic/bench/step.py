@@ -592,15 +592,15 @@ def _on_gpu(batch: int, watched: Watched, period: float, times: list[StepTimes],
             name=f"sampler, batch {batch}", value=1e6 * sampler, unit="us", better="less", note="greedy; in a graph"
         ),
     ]
-    parts: dict[str, tuple[Callable[[StepTimes], float], str]] = {
-        "plan": (lambda step: step.plan, "of the host"),
-        "begin": (lambda step: step.begin, "of the host: copies, launch"),
-        "wait": (lambda step: step.wait, "for the GPU"),
-        "commit": (lambda step: step.commit, "of the host"),
-        "pieces": (lambda step: step.period - step.own - step.run, "of the host: text handed out, between steps"),
+    notes = {
+        "plan": "of the host",
+        "begin": "of the host: copies, launch",
+        "wait": "for the GPU",
+        "commit": "of the host",
+        "rest": "of the host: text handed out, between steps",
     }
-    for part, (of, note) in parts.items():
-        took = 1e6 * max(median(of(step) for step in times), 0.0)
+    for part, note in notes.items():
+        took = 1e6 * median(getattr(step, part) for step in times)
         found.append(Measure(name=f"{part}, batch {batch}", value=took, unit="us", better="less", note=note))
     return found
 

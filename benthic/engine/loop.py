@@ -81,6 +81,11 @@ class StepTimes(NamedTuple):
         """The loop's own cost: planned and committed."""
         return self.plan + self.commit
 
+    @property
+    def rest(self) -> float:
+        """Between steps: what is done with their events, text above all."""
+        return max(self.period - self.own - self.run, 0.0)
+
 
 class _Flight(NamedTuple):
     """A step that runs."""

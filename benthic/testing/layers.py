@@ -388,8 +388,7 @@ def run(
             )
 
     def feed(index: int, rows: Tensor, site: str, own: Tensor) -> Tensor:
-        given = None if fed is None else fed.get((index, site))
-        return own if given is None else given[rows].view(own.shape).to(own)
+        return own if fed is None or site not in FED else fed[index, site][rows].view(own.shape).to(own)
 
     if layers is None:
         if model.vision is not None and keep:

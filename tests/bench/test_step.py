@@ -131,7 +131,7 @@ def test_rows_of_a_decode_step_on_a_gpu() -> None:
     watched = Watched(Trace(600e-6, {}), 16, 1000e-6)
     times = [StepTimes(8, 8, plan * 1e-6, 50e-6, 650e-6, 20e-6, 600e-6, 1000e-6) for plan in (10, 30, 11)]
     found = {m["name"]: m for m in step._on_gpu(8, watched, 800e-6, times, 15e-6)}
-    names = ("idle share", "sampler", "plan", "begin", "wait", "commit", "pieces")
+    names = ("idle share", "sampler", "plan", "begin", "wait", "commit", "rest")
     assert list(found) == [f"{name}, batch 8" for name in names]
     values = [m["value"] for m in found.values()]
     assert values == pytest.approx([40.0, 15.0, 11.0, 50.0, 650.0, 20.0, 269.0])

@@ -11,7 +11,8 @@
 enum { DONE, NOT_READ, CUT_SHORT, NOT_COPIED };
 enum { PIECES = 2 };
 
-/* The device's driver; all NULL: `out` is memory of the host, or 0 where bytes are only read. Each returns 0, or why not. */
+/* The device's driver; each returns 0, or why not. All NULL: `out` is memory of the host, or 0 where bytes are only
+ * read. */
 struct driver {
     int (*copy)(uint64_t out, const void *piece, size_t nbytes, void *stream);
     int (*record)(void *event, void *stream);
